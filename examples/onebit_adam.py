@@ -64,7 +64,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return torch.lerp(grad, self.state[p]["momentum"], beta).div_(self.state[p]["square"].sqrt())
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step, from the means that DDP left in `.grad`."""
         frozen = self.frozen
         self.steps += 1

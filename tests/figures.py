@@ -13,7 +13,7 @@ import functools
 import io
 import json
 import re
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from statistics import median
 
@@ -23,9 +23,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from compared import Checked, compare, misses
-from thinwire.tools import rule
-from thinwire.tools.advise import evidence, machine as machines, units
-from thinwire.tools.advise.machine import column
+from thinwire.errors import RecordError
+from thinwire.tools import recommend
+from thinwire.tools.advise import cluster as clusters, units, verdict
+from thinwire.tools.advise.cluster import CodecSpeed
+from thinwire.tools.advise.verdict import column
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
@@ -43,7 +45,6 @@ SHAPED = (
     *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
     *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
 )
-FSDP_STEPS = "fsdp_steps_1gbit.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
@@ -64,15 +65,54 @@ def files(text: str) -> set[str]:
 
 
 def shipped() -> str:
-    """What machines.json holds: the machines of RECORDS and the calls of ON_NCCL, if there are any, to four digits."""
-    found = {
-        name: machines.from_record(record.read(str(ROOT / "benchmarks" / file)), file) for name, file in RECORDS.items()
-    }
-    figures = {name: _figures(machine) for name, machine in found.items()}
-    for path in sorted((ROOT / "benchmarks").glob(ON_NCCL))[-1:]:
-        figures["nccl"] = _calls(record.read(str(path)), path.name)
+    """What machines.json holds: the kernels of RECORDS and the host's time of calls in ON_NCCL, to four digits."""
+    figures = {name: _machine(recorded(file), file) for name, file in RECORDS.items()}
+    path = max((ROOT / "benchmarks").glob(ON_NCCL))
+    figures["nccl"] = _calls(recorded(path.name), path.name)
     text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
+
+
+OPS = ("encode", "decode", "decode_sum", "recode")
+LAUNCHES = 3  # kernels in a replayed path: encode, recode, decode
+CALL_S = 30e-6  # of Python around one kernel on a CPU; a GPU's is in its record
+
+
+def _machine(found: record.Record, source: str) -> dict[str, object]:
+    """What a rank has alone, with one thread: seconds per element of copies and of every codec that has all OPS."""
+    device = str(found.conditions["device"])
+    rows = [row for row in found.rows if _counts(row, device)]
+    names = dict.fromkeys(str(row["codec"]) for row in rows)
+    speeds = {name: speed for name in names if (speed := _speed(rows, name)) is not None}
+    launched = [column(row, "launched_ms") * 1e-3 / LAUNCHES for row in found.rows if row.get("launched_ms")]
+    return {
+        "source": f"{found.conditions['cpu'] if device == 'cpu' else device} ({source})",
+        "copy_s": _rounded(median(_slope([row], "copy_ms") for row in rows)),
+        "call_s": _rounded(median(launched) if launched else CALL_S),
+        "codecs": {codec: list(map(_rounded, astuple(speed))) for codec, speed in speeds.items()},
+    }
+
+
+def _counts(row: record.Row, device: str) -> bool:
+    """Whether a row times one of our kernels on fp32, on one thread where threads matter."""
+    ours = row["backend"] not in ("reference", "torch") and row.get("part", "codecs") in ("codecs", "sizes")
+    return ours and bool(row["ms_p50"]) and row["dtype"] == "float32" and (device != "cpu" or row["threads"] == 1)
+
+
+def _speed(rows: list[record.Row], codec: str) -> CodecSpeed | None:
+    ops = {op: [row for row in rows if (row["codec"], row["op"]) == (codec, op)] for op in OPS}
+    if not all(ops.values()):
+        return None
+    return CodecSpeed.of_ops(column(ops["recode"][0], "world"), *(_slope(ops[op], "ms_p50") for op in OPS))
+
+
+def _slope(rows: list[record.Row], time: str) -> float:
+    """Seconds per element: between the shortest and the longest tensor, which leaves out what every call costs."""
+    points = sorted((column(row, "numel"), 1e-3 * column(row, time)) for row in rows)
+    (n0, s0), (n1, s1) = points[0], points[-1]
+    if s1 < s0:
+        raise RecordError(f"{rows[0]['op']} of {rows[0]['codec']}: longer tensors take less time; measure again")
+    return (s1 - s0) / (n1 - n0) if n1 > n0 else s1 / n1
 
 
 def _calls(found: record.Record, source: str) -> dict[str, object]:
@@ -94,45 +134,34 @@ def recorded(name: str) -> record.Record:
 
 def compared() -> list[Checked]:
     """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
-    own = machines.recorded("cpu", "aarch64")
+    own = clusters.recorded("cpu", "aarch64")
     return [item for name in SHAPED for item in compare(recorded(f"{name}.json"), own)]
 
 
 def proven() -> str:
-    """What evidence.json holds: losses of all runs of three seeds, misses of the model, steps of FSDP2."""
-    paths = sorted((ROOT / "benchmarks").glob("*.json"))
-    trained = [(path.name, found) for path in paths if (found := recorded(path.name)).kind == "train"]
-    asked = [(name, found) for name, found in trained if found.rows[0]["optimizer"] != "muon"]  # `advise` does not
-    losses = [evidence.losses_of(found, name) for name, found in asked]
+    """What evidence.json holds: losses by scheme, of the largest model that has it, and the misses of the model."""
+    trained = [(path.name, recorded(path.name)) for path in sorted((ROOT / "benchmarks").glob("*.json"))]
+    asked = [(name, found) for name, found in trained if found.kind == "train" and _is_evidence(found.rows[0])]
+    asked.sort(key=lambda pair: tuple(-column(pair[1].rows[0], name) for name in ("params", "world", "seeds")))
+    losses: dict[str, recommend.Loss] = {}
+    for name, found in asked:
+        losses = {**verdict.losses_of(found, name), **losses}
     rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
     found = {
-        "losses": [asdict(one) for one in _by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
+        "losses": {name: astuple(loss) for name, loss in losses.items()},
         "misses": misses(compared()),
         "most_ranks": max(row["world"] for row in rows),
         "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
-        "fsdp": _steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
     }
     short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
-    lines = (f'"{name}": {json.dumps(value)}'.replace("}, {", "},\n  {") for name, value in short.items())
-    return "{\n " + ",\n ".join(lines) + "\n}\n"  # one record per line
+    lines = (f'"{name}": {json.dumps(value)}'.replace("], ", "],\n  ") for name, value in short.items())
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
-def _steps_of(found: record.Record, source: str) -> dict[str, object]:
-    """Where FSDP2 took its steps, and their seconds (p20, p50, p80) by scheme."""
-    times = ("step_ms_p20", "step_ms", "step_ms_p80")
-    seconds = {rule.scheme_of(row): [1e-3 * column(row, name) for name in times] for row in found.rows}
-    return {"where": f"{found.rows[0]['world']} ranks over {found.rows[0]['link']}, {source}", "seconds": seconds}
-
-
-def _by_size(found: list[evidence.Losses]) -> list[evidence.Losses]:
-    """The largest model and world first, and more seeds before fewer: its word counts."""
-    return sorted(found, key=lambda losses: (-losses.params, -losses.world, -losses.seeds, losses.source))
-
-
-def _figures(machine: machines.Machine) -> dict[str, object]:
-    speeds = {codec: list(map(_rounded, astuple(speed))) for codec, speed in machine.codecs.items()}
-    times = {"copy_s": _rounded(machine.copy_s), "call_s": _rounded(machine.call_s)}
-    return {"source": machine.source, **times, "codecs": speeds}
+def _is_evidence(row: record.Row) -> bool:
+    """Gradients of DDP with enough seeds; `advise` does not ask about Muon."""
+    known = column(row, "seeds") >= recommend.LEAST_SEEDS
+    return known and row["parallel"] == "ddp" and row["optimizer"] != "muon" and not row.get("every")
 
 
 def _rounded(seconds: float) -> float:
@@ -168,7 +197,7 @@ def _rows(whole: record.Record, chosen: str) -> record.Record:
 
 def _demo(found: re.Match[str]) -> str:
     terminal = Console(file=io.StringIO(), width=COLUMNS, force_terminal=True, color_system=None, legacy_windows=False)
-    own = machines.recorded("cpu", "aarch64")  # on which the demo was recorded
+    own = clusters.recorded("cpu", "aarch64")  # on which the demo was recorded
     demo.show(record.read(str(ROOT / found["file"])), own, terminal)
     lines = [line.rstrip() for line in terminal.file.getvalue().strip().splitlines()]
     return "\n".join([f"<!-- demo: {found['file']} -->", "", "```text", *lines, "```", "", "<!-- end demo -->"])

@@ -44,7 +44,7 @@ class RowedTransport(transport.PairTransport):
         dist.all_to_all_single(came, sent, list(came_R), list(sent_R), group=self.group)
 
 
-def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, checked: bool = False) -> Transport:
+def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
     return RowedTransport(group, tags)
 
 

@@ -1,7 +1,5 @@
 """The command line, end to end: flags, tables, records, Ctrl-C and what goes to which stream."""
 
-import csv
-import io
 import json
 import os
 import re
@@ -12,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -22,20 +21,14 @@ from typer.testing import CliRunner, Result
 import thinwire
 from programs import Ended
 from thinwire.kernels import cpu, dispatch, reference
-from thinwire.tools.bench import (
-    codec as codec_bench,
-    collectives as collectives_bench,
-    data,
-    link as links,
-    record,
-    selftest,
-)
-from thinwire.tools.cli import advise, checkup, screen
+from thinwire.tools.bench import exchange, record
+from thinwire.tools.cli import checkup, screen, selftest
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import specs as split
 
 pytestmark = pytest.mark.usefixtures("served")
-SMALL = ["bench", "codec", "--numel", "2000", "--distributions", "gaussian,sparse", "--codecs", "int8,lloyd2"]
+RECORD = str(Path(__file__).parent.parent / "benchmarks" / "collectives_1gbit.json")
+SMALL = ["report", RECORD]
 
 
 def call(*arguments: str) -> Result:
@@ -100,206 +93,44 @@ def test_codecs_are_split_between_codecs_only(text: str, specs: list[str]) -> No
     assert [thinwire.codec(spec) for spec in split([text])] == [thinwire.codec(spec) for spec in specs]
 
 
-def test_a_codec_run_prints_a_plain_table() -> None:
-    result = call(*SMALL)
-    assert result.exit_code == 0
-    assert result.stderr == ""
-    assert "\x1b" not in result.stdout
-    header, int8, lloyd2 = result.stdout.splitlines()[1:4]
-    assert header.split() == ["codec", "bits", "gaussian", "sparse", "dB"]
-    assert int8.split()[:2] == ["int8", "8.26"]  # header, scales of 16 blocks padded, 2000 codes: 2064 bytes
-    assert lloyd2.split()[0] == "lloyd2"
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench link` takes no time."""
+    rows = [exchange.row_of([[1e-3] * 3] * 2, size, "loopback", "gloo") for size in (1000, 2000)]
+
+    def run(*arguments: Any, progress: Any) -> record.Record:
+        return record.collect("link", torch.device("cpu"), (row for row in progress(rows)))
+
+    monkeypatch.setattr(exchange, "run", run)
 
 
-def test_json_on_standard_output_is_json_alone() -> None:
-    result = call(*SMALL, "--json", "-")
-    found = record.loads(result.stdout)
-    assert result.stdout.startswith('{"schema": 1')
-    assert len(found.rows) == 4
-
-
-def test_csv_on_standard_output_is_csv_alone(tmp_path: Path) -> None:
-    path = tmp_path / "codec.json"
-    result = call(*SMALL, "--csv", "-", "--json", str(path))
-    assert result.exit_code == 0, result.output
-    written, found = record.read(str(path)), list(csv.DictReader(io.StringIO(result.stdout)))
-    assert [float(row["nmse"]) for row in found] == [row["nmse"] for row in written.rows]
-    assert {row["conditions.cpu"] for row in found} == {written.conditions["cpu"]}
-
-
-@pytest.mark.parametrize(("json", "csv"), [("-", "-"), ("x.out", "./x.out"), ("x.out", "link.out")])
-def test_json_and_csv_cannot_share_a_file(json: str, csv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link.out").symlink_to("x.out")
-    result = call(*SMALL, "--csv", csv, "--json", json)
-    assert result.exit_code == 2
-    assert f"--json writes to {json} already; name another file" in " ".join(result.stderr.split())
-
-
-def test_a_file_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "codec.csv"
-    result = call(*SMALL, "--json", "/dev/full", "--csv", str(path))
-    assert result.exit_code == 1
-    assert "Error: /dev/full cannot be written: No space left on device" in result.stderr
-    assert "lloyd2" in result.stdout
-    assert "lloyd2" in path.read_text()
+@pytest.mark.usefixtures("measured")
+def test_a_run_prints_a_plain_table_or_json_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "link.json")
+    table = call("bench", "link", "--json", path)
+    assert (table.exit_code, table.stderr) == (0, "")
+    assert "\x1b" not in table.stdout
+    assert table.stdout.splitlines()[1].split() == ["nbytes", "ms", "p20", "p80", "Gbit/s"]
+    assert call("report", path).stdout == table.stdout
+    alone = call("bench", "link", "--json", "-").stdout
+    assert [row["nbytes"] for row in record.loads(alone).rows] == [1000, 2000]
+    read = CliRunner().invoke(app, ["report", "-"], input=alone)
+    assert (read.exit_code, read.stdout.splitlines()[:3]) == (0, table.stdout.splitlines()[:3])
+    full = call("bench", "link", "--json", "/dev/full")
+    assert (full.exit_code, "1000" in full.stdout) == (1, True)
+    assert "Error: /dev/full cannot be written: No space left on device" in full.stderr
 
 
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = call("bench", "codec", "--numel", str(10**15), "--codecs", "int8", "--distributions", "gaussian")
-    assert result.exit_code == 1
-    assert "Error: this needs more memory than there is" in result.stderr
-    monkeypatch.setattr(codec_bench, "measure", lambda case: (_ for _ in ()).throw(RuntimeError("a mistake")))
-    assert isinstance(call(*SMALL).exception, RuntimeError)  # which is for those who mend it
+    def run(*arguments: Any, progress: Any) -> record.Record:
+        torch.empty(10**15)
+        raise AssertionError
 
-
-def test_every_benchmark_writes_json_and_csv_and_has_a_quick_run() -> None:
-    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    for name, command in bench.commands.items():
-        known = {name for flag in command.params for name in flag.opts}
-        assert {"--json", "--csv", "--quick"} <= known, name
-
-
-def test_repeated_flags_add_up() -> None:
-    result = call("bench", "codec", "--numel", "500", "--distributions", "gaussian", "--distributions", "laplace",
-                  "--codecs", "int8,int4:block=32,mode=affine", "--codecs", "none", "--json", "-")  # fmt: skip
-    rows = record.loads(result.stdout).rows
-    expected = ["int8", "int4:block=32,mode=affine", "none"]
-    assert [row["codec"] for row in rows] == 2 * expected
-    assert [row["distribution"] for row in rows] == ["gaussian"] * 3 + ["laplace"] * 3
-
-
-def test_a_kernels_run_writes_its_record_and_prints_its_table(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.json"
-    result = call("bench", "kernels", "--device", "cpu", "--quick", "--numel", "1000", "--codecs", "int4:block=32",
-                  "--ops", "decode,recode", "--dtypes", "float16", "--threads", "1", "--json", str(path))  # fmt: skip
-    assert result.exit_code == 0, result.output
-    rows = record.read(str(path)).rows
-    assert [(row["op"], row["codec"], row["dtype"], row["threads"]) for row in rows] == [
-        ("decode", "int4:block=32", "float16", 1),
-        ("recode", "int4:block=32", "float16", 1),
-    ]
-    assert "×copy" in result.stdout
-    assert re.search(r"^recode +int4:block=32 +float16 +1 ", result.stdout, re.MULTILINE)
-
-
-def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def run(codecs: Any, names: Any, numel: int, progress: Any) -> record.Record:
-        asked.append(numel)
-        return record.Record("codec", record.conditions(torch.device("cpu")), [])
-
-    monkeypatch.setattr(codec_bench, "run", run)
-    call("bench", "codec")
-    call("bench", "codec", "--quick")
-    call("bench", "codec", "--quick", "--numel", "77")
-    assert asked == [codec_bench.NUMEL, codec_bench.QUICK_NUMEL, 77]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["codec", "--codecs", "int9"], "unknown codec 'int9'; known: none, bf16"),
-        (["codec", "--codecs", "int8:blok=3"], "codec 'int8' does not know the option 'blok=3'; options: block"),
-        (["codec", "--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
-        (["codec", "--numel", "0"], "Invalid value for '--numel'"),
-        (["codec", "--numel", "9" * 30], "Invalid value for '--numel'"),
-        (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
-        (["codec", "--csv", "/no/such/folder/x.csv"], "cannot be written"),
-        (["codec", "--fast"], "No such option: --fast (Possible options: --all, --codecs, --csv, --distributions"),
-        (["codek"], "No such command 'codek'. Did you mean 'codec'? The commands are codec, kernels, collectives"),
-        (["kernels"], "Missing option '--device'"),
-        (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),
-        (["kernels", "--device", "cpu", "--ops", "compress"], "'compress' is not one of encode"),
-        (["kernels", "--device", "cpu", "--dtypes", "int8"], "'int8' is not one of float32"),
-        (["kernels", "--device", "cpu", "--threads", "1,0"], "expected integers from 1 on such as 1,2, got '0'"),
-        (["collectives", "--world", "1"], "a world has 2 to 254 ranks"),
-        (["collectives", "--link", ""], "expected a rate such as 100mbit or 1gbit, got ''"),
-        (["collectives", "--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
-        (["collectives", "--verbs", "gossip"], "'gossip' is not one of all_reduce, reduce_scatter_tensor"),
-        (["collectives", "--codecs", "auto,int9"], "unknown codec 'int9'"),
-    ],
-)
-def test_bad_flags_say_what_is_allowed(arguments: list[str], complaint: str) -> None:
-    result = call("bench", *arguments)
-    assert result.exit_code == 2
-    assert complaint in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-
-
-def test_what_a_collectives_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def run(*arguments: Any, nodes: int | None, progress: Any) -> record.Record:
-        asked.append((*arguments, nodes))
-        return record.Record("collectives", record.conditions(torch.device("cpu")), [])
-
-    monkeypatch.setattr(collectives_bench, "run", run)
-    call("bench", "collectives")
-    call("bench", "collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536",
-         "--verbs", "broadcast", "--codecs", "int4:block=32,mode=affine,auto,plain", "--rounds", "7",
-         "--quick")  # fmt: skip
-    call("bench", "collectives", "--world", "4", "--link", "1gbit", "--nodes", "2", "--codecs", "int8")
-    names = ["int4:block=32,mode=affine", "auto", "plain"]
-    assert asked == [
-        ([2, 4], None, None, ["all_reduce"], list(collectives_bench.CODECS), None, False, None),
-        ([3, 4, 2], links.ShapedLink("1gbit", 1e9), [1024, 65536], ["broadcast"], names, 7, True, None),
-        ([4], links.ShapedLink("1gbit", 1e9), None, ["all_reduce"], ["int8"], None, False, 2),
-    ]
-
-
-def test_without_scikit_learn_the_gradient_is_an_error_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "find_spec", lambda name: None)
-    result = call("bench", "codec", "--quick")
-    assert result.exit_code == 1
-    assert "pip install 'thinwire[bench]'" in result.stderr
-
-
-def test_ctrl_c_writes_the_finished_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measure, path = codec_bench.measure, tmp_path / "part.json"
-
-    def third_is_interrupted(case: codec_bench.CodecCase) -> record.Row:
-        if (case.distribution, str(case.codec)) == ("sparse", "int8"):
-            raise KeyboardInterrupt
-        return measure(case)
-
-    monkeypatch.setattr(codec_bench, "measure", third_is_interrupted)
-    result = call(*SMALL, "--json", str(path))
-    assert result.exit_code == 130
-    assert "interrupted: 2 finished rows kept" in result.stderr
-    kept = record.read(str(path))
-    assert [row["codec"] for row in kept.rows] == ["int8", "lloyd2"]
-    assert kept.conditions["interrupted"] is True
-    assert "interrupted" in result.stdout.splitlines()[-1]
-
-
-def test_report_prints_tables_and_markdown(tmp_path: Path) -> None:
-    path = str(tmp_path / "codec.json")
-    table = call(*SMALL, "--json", path).stdout
-    assert call("report", path).stdout == table
-    other = str(tmp_path / "other.json")
-    record.write(record.Record("kernels", record.conditions(torch.device("cpu")), []), other)
-    assert call("report", path, other).stdout.startswith(f"codec.json\n{table}\nother.json\nkernels: no rows\n")
-    lines = call("report", "--markdown", path).stdout.splitlines()
-    assert lines[2:4] == ["| codec | bits | gaussian | sparse | dB |", "| --- | --: | --: | --: | --: |"]
-    assert [line.split(" | ")[0] for line in lines[4:6]] == ["| int8", "| lloyd2"]
-    assert [len(line.split(" | ")) for line in lines[2:6]] == [5] * 4
-
-
-def test_report_reads_standard_input() -> None:
-    text = call(*SMALL, "--json", "-").stdout
-    result = CliRunner().invoke(app, ["report", "-"], input=text)
-    assert result.exit_code == 0
-    assert "lloyd2" in result.stdout
-
-
-def test_ctrl_c_at_a_question_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advise, "_somebody_listens", lambda: True)
-    result = call("advise")  # nothing follows the question
-    assert result.exit_code == 130
-    assert result.stderr.endswith("interrupted\n")
+    monkeypatch.setattr(exchange, "run", run)
+    result = call("bench", "link")
+    assert (result.exit_code, "Error: this needs more memory than there is" in result.stderr) == (1, True)
+    monkeypatch.setattr(exchange, "run", lambda *arguments, **keys: {}["a mistake"])
+    assert isinstance(call("bench", "link").exception, KeyError)  # which is for those who fix it
 
 
 def test_ctrl_c_is_an_interruption_whatever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +159,7 @@ def test_doctor() -> None:
     names = [finding["name"] for finding in found["findings"]]
     assert [line[2:].startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * len(lines)
     assert {"python", "torch", "reference", "C kernels", "triton", "CUDA", "gloo", "nccl", "interfaces", "host name",
-            "shaped links", "scikit-learn", "matplotlib"} <= set(names)  # fmt: skip
+            "shaped links", "matplotlib"} <= set(names)  # fmt: skip
     assert all(finding["todo"] for finding in found["findings"] if finding["works"] is None)
 
 
@@ -478,7 +309,7 @@ def started(output: TextIO | None, arguments: list[str], monkeypatch: pytest.Mon
     return end.value.code
 
 
-@pytest.mark.parametrize("arguments", [SMALL, [*SMALL, "--json", "-"], ["--version"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [SMALL, [*SMALL, "--markdown"], ["--version"], ["bench", "--help"]])
 def test_an_output_that_takes_nothing(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -499,22 +330,20 @@ def test_in_a_pipe_there_are_no_colours_and_no_bar(program: Ended) -> None:
     assert "lloyd2" in program.out
 
 
-KERNELS = ("-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4", "--numel", "1000000",
-           "--threads", "1,2", "--json", "part.json")  # fmt: skip
+SUMS = ("-m", "thinwire", "bench", "collectives", "--world", "2", "--codecs", "int8", "--rounds", "20",
+        "--numel", "100000,200000,300000,400000,500000,600000", "--json", "part.json")  # fmt: skip
 
 
-@pytest.mark.program(Path(__file__).with_name("terminal.py"), "1/18", *KERNELS)
+@pytest.mark.program(Path(__file__).with_name("terminal.py"), "1/6", *SUMS)
 def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(program: Ended) -> None:
     assert program.status == 130, program.told
-    assert "encode lloyd4 float32, 1 threads" in program.out
     assert "left" in program.out
-    assert re.search(r"\x1b\[[0-9;]*m", program.out)  # the bar's colours
-    assert "\x1b[1mBackend" in program.out  # the title of the table, in bold
+    assert re.search(r"\x1b\[[0-9;]*m", program.out)  # the bar's colors
     assert "finished rows kept" in program.out
     kept = record.read(str(program.folder / "part.json"))
-    assert 1 <= len(kept.rows) < 18
+    assert 1 <= len(kept.rows) < 6
     assert kept.conditions["interrupted"] is True
-    assert str(kept.conditions["command"]).startswith("thinwire bench kernels --device cpu")
+    assert str(kept.conditions["command"]).startswith("thinwire bench collectives --world 2")
 
 
 def test_a_narrow_terminal_shows_all_columns_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,13 +353,46 @@ def test_a_narrow_terminal_shows_all_columns_where_asked(monkeypatch: pytest.Mon
         console = usual(stderr=stderr)
         if stderr:
             return console
-        console.width = 80
+        console.width = 60
         console._force_terminal = True
         return console
 
     monkeypatch.setattr(screen, "console", narrow)
-    path = str(Path(__file__).parent.parent / "benchmarks" / "collectives_1gbit.json")
     for flags in ([], ["--all"], []):
-        told = call("report", path, *flags).stdout
+        told = call("report", RECORD, *flags).stdout
         assert ("Left out: " in told) == (not flags)
         assert ("identical" in told.partition("Left out")[0]) == bool(flags)
+
+
+# --- self-test --------------------------------------------------------------------------------------------------------
+
+
+def test_the_self_test_finds_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode_sum(format: Any, wires_WN: Any, out: Any, **keys: Any) -> None:
+        reference.decode_sum(format, wires_WN, out, **keys)
+        if len(wires_WN) > 1:
+            out[-1] = out[-1] + 1
+
+    def fake_quantize_grad(*args: Any, **keys: Any) -> None:
+        reference.fake_quantize_grad(*args, **keys)
+        sums_2C = args[-1]
+        sums_2C[1] *= -1
+
+    wrong: Any = SimpleNamespace(
+        **vars(reference) | {"decode_sum": decode_sum, "fake_quantize_grad": fake_quantize_grad}
+    )
+    monkeypatch.setattr(selftest, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
+    compared, differing = selftest.differences(wrong, torch.device("cpu"))
+    wires = 2 * len(selftest.SIZES) * len(selftest.DTYPES)
+    fakes = len(selftest.FAKES) * len(selftest.FAKE_SHAPES) * len(selftest.DTYPES)
+    assert compared == 5 * wires + 3 * fakes
+    assert len(differing) == wires + fakes
+    assert differing[0] == "decode_sum int8 torch.float32 numel=1"
+    assert differing[-1].startswith("fake_quantize_grad sums Grid(")
+    assert selftest.differences(reference, torch.device("cpu")) == (compared, [])
+
+
+def test_the_self_test_finds_a_reference_that_loses_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selftest.broken_reference() == []
+    monkeypatch.setattr(selftest.reference, "decode_sum", lambda format, wires, out, **keys: out.fill_(torch.nan))
+    assert len(selftest.broken_reference()) == len(selftest.codecs())

@@ -334,7 +334,7 @@ def misloaded(group: Group) -> dict[str, str]:
 
 def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks(4).run(misloaded)):
-        assert "rounds under way of 2 fragments, got 1" in found["fragments"]
+        assert "rounds in flight of 2 fragments, got 1" in found["fragments"]
         assert (
             f"rank {rank} of 4 needs what ranks [{rank}] of 4 saved, got that of [{(rank - 1) % 4}]" in (found["rank"])
         )
@@ -616,7 +616,7 @@ def unfrozen(group: Group) -> str:
 def test_a_layer_that_is_unfrozen_under_way_raises(ranks: RankPool) -> None:
     for found in ranks(2).run(unfrozen):
         assert "0.weight learns now" in found
-        assert "close() it before" in found
+        assert "close() before" in found
 
 
 def frozen_under_way(group: Group) -> tuple[str, bool]:
@@ -636,7 +636,7 @@ def frozen_under_way(group: Group) -> tuple[str, bool]:
 
 def test_a_layer_that_is_frozen_under_way_raises_before_its_momentum_moves_it(ranks: RankPool) -> None:
     for found, stayed in ranks(2).run(frozen_under_way):
-        assert "0.weight does not learn any more" in found
+        assert "0.weight no longer learns" in found
         assert stayed
 
 

@@ -269,7 +269,7 @@ class Waiting(RowedTransport):
 
 def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
     """What is said in a call on a stream, and in the next."""
-    with rowed(), patch.object(transport, "transport", lambda *args, checked: Waiting(args[0], args[2])):
+    with rowed(), patch.object(transport, "transport", lambda *args: Waiting(args[0], args[2])):
         member = dist.new_group()
         call = calls_of(verb, member)
         call(5000)

@@ -25,7 +25,7 @@ from thinwire.collectives.operations import AllReduce, Setting
 from thinwire.collectives.plan import lanes_scratch
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.two_phase import TwoPhase
-from thinwire.feedback import EF21, Classic, Gaps, Ledger, Memory, Piece, deal
+from thinwire.feedback import EF21, Classic, Gaps, LaneMemory, Ledger, Piece, deal
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = over("dtype", DTYPES)
@@ -64,7 +64,7 @@ fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 )
 def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    memory = Memory(edges[-1], dtype, CPU)
+    memory = LaneMemory(edges[-1], dtype, CPU)
     model = torch.zeros(edges[-1])
     for turn, (verb, which, fine) in enumerate(calls):
         if verb == "fill":
@@ -90,7 +90,7 @@ def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls:
 @over("memory_dtype", DTYPES)
 def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
     """What a 16-bit sum would round away is in no residual."""
-    memory = Memory(4, memory_dtype, CPU)
+    memory = LaneMemory(4, memory_dtype, CPU)
     memory.fill(torch.ones(4))
     out = torch.empty(4)
     memory.add_to((0, 4), torch.full((4,), 2.0**-10, dtype=dtype), 4.0, out)
@@ -98,7 +98,7 @@ def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype
 
 
 def test_a_memory_takes_what_its_dtype_says() -> None:
-    sizes = {dtype: Memory(1024, dtype, CPU) for dtype in DTYPES}
+    sizes = {dtype: LaneMemory(1024, dtype, CPU) for dtype in DTYPES}
     for memory in sizes.values():
         memory.put((0, 1024), normal(1024), True)
     assert {dtype: memory.nbytes for dtype, memory in sizes.items()} == {torch.float32: 4096, torch.bfloat16: 2048}
@@ -106,7 +106,7 @@ def test_a_memory_takes_what_its_dtype_says() -> None:
 
 def test_what_a_memory_was_filled_with_is_a_copy() -> None:
     for dtype in DTYPES:
-        memory = Memory(8, dtype, CPU)
+        memory = LaneMemory(8, dtype, CPU)
         values = torch.ones(8)
         memory.fill(values)
         values.zero_()
@@ -446,8 +446,8 @@ class Ranks:
         self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
         self.cut = Cut(self.numel, chunk or max(self.numel, 1))
-        self.memories = [Memory(self.numel, dtype, CPU) for _ in range(world)]
-        self.means = [Memory(self.numel, torch.float32, CPU) for _ in range(world)]
+        self.memories = [LaneMemory(self.numel, dtype, CPU) for _ in range(world)]
+        self.means = [LaneMemory(self.numel, torch.float32, CPU) for _ in range(world)]
         gaps = Gaps(pieces)
         self.carries: list[Classic | EF21] = [
             Classic(memory, world, gaps) if kind == "classic" else EF21(memory, mean, world, gaps)

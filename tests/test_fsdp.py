@@ -736,7 +736,7 @@ REFUSED = {
     "no codec inside": "int99",
     "feedback": "feedback must be one of auto, none, classic, ef21, got 'ef20'",
     "steps": "warmup_steps must be an integer, 0 or more, got -1",
-    "twice": "this model is compressed already: close() the handle",
+    "twice": "this model is already compressed: close() the handle",
 }
 
 
@@ -807,7 +807,7 @@ def _typed(kind: str) -> Net:
 @pytest.mark.parametrize("replicas", [False, True])
 def test_what_travels_as_it_is_is_announced_once(ranks: RankPool, replicas: bool) -> None:
     for rank, (weights, gradients, same) in enumerate(ranks(4 if replicas else 2).run(announced, replicas)):
-        line_of = "weights of fp64, of several dtypes or of integers are gathered as the bytes they are"
+        line_of = "weights of fp64, of several dtypes or of integers are not compressed"
         assert weights == (f"thinwire: compress_fsdp: {line_of}\n" if rank == 0 else "")
-        assert gradients.count("compress_fsdp: gradients of torch.float64 travel as they are\n") == (rank == 0)
+        assert gradients.count("compress_fsdp: gradients of torch.float64 are not compressed\n") == (rank == 0)
         assert same == [True, True]

@@ -36,14 +36,14 @@ FLOORS = [
     {"integrations.__init__", "integrations.lightning", "integrations.accelerate"},
     {"integrations.transformers"},
     {"hooks"},
-    {"tools.rule"},
-    {"tools.report", "tools.advise", "tools.bench"},
+    {"tools.local", "tools.recommend"},
+    {"tools.bench"},
+    {"tools.report", "tools.advise"},
     {"tools.cli"},
     {"tools", "__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Between rooms of one floor.
-DOORS = {("tools.report", "thinwire.tools.bench.record"), ("tools.advise", "thinwire.tools.bench.record")}
+VERSION = "thinwire.__version__"  # what the tools may ask of the package itself
 
 
 def name_of(path: Path) -> str:
@@ -77,13 +77,14 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def may_import(room: str, target: str) -> bool:
     other = room_in(target.split(".")[1:]) if "." in target else ""
-    if other == room or any((room, door) in DOORS for door in (target, target.rpartition(".")[0])):
+    if other == room or (target == VERSION and room.startswith("tools.")):
         return True
     return FLOOR.get(other, len(FLOORS)) < FLOOR[room]
 
 
 def test_a_module_opens_by_saying_its_room() -> None:
-    files = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"]
+    files = [*MODULES, *(path for room in ("tests", "benchmarks") for path in sorted((ROOT / room).rglob("*.py")))]
+    files.append(ROOT / "setup.py")
     silent = [name_of(path) for path in files if not re.match(r'r?"""\S', path.read_text())]
     assert not silent, f"these open with no docstring; say their room: {silent}"
 
@@ -116,14 +117,33 @@ def test_imports_flow_downwards() -> None:
         ("integrations.fsdp", "thinwire.integrations.sync", True),
         ("integrations.fsdp", "thinwire.integrations.lightning", False),
         ("tools.report", "thinwire.tools.bench.record", True),
-        ("tools.advise", "thinwire.tools.bench.record.Record", True),
-        ("tools.report", "thinwire.tools.bench.timing", False),
+        ("tools.report", "thinwire.tools.advise", False),
         ("tools.bench", "thinwire.tools.report", False),
-        ("tools.report", "thinwire.tools.rule.Choice", True),
+        ("tools.bench", "thinwire.__version__", True),
+        ("kernels", "thinwire.__version__", False),
+        ("tools.report", "thinwire.tools.recommend.Recommendation", True),
     ],
 )
 def test_the_import_rule(room: str, target: str, allowed: bool) -> None:
     assert may_import(room, target) is allowed
+
+
+def test_nothing_of_the_package_imports_the_studies() -> None:
+    """benchmarks/ is not in the wheel."""
+    assert not [
+        name_of(path) for path in MODULES if re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.M)
+    ]
+
+
+LINES = {"tools.bench": 1500, "tools.advise": 900, "tools.report": 810}  # at most
+
+
+def test_rooms_keep_their_budgets() -> None:
+    found = {
+        room: sum(len(path.read_text().splitlines()) for path in MODULES if room_of(path) == room) for room in LINES
+    }
+    over = {room: count for room, count in found.items() if count > LINES[room]}
+    assert not over, f"lines over the budget {LINES}: {over}"
 
 
 def packages_with_all() -> list[str]:

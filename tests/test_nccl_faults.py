@@ -26,7 +26,7 @@ from ranks import RankPool
 from test_faults import SOON_S, failure, threads, until
 from test_nccl import Group, each_world, on_nccl, on_worlds
 from thinwire.collectives.channel import channel_of
-from thinwire.tools.bench import launch
+from thinwire.tools.local import launch
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost
 HOW: Any = {"codec": "int8", "algorithm": "two_phase"}

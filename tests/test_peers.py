@@ -13,10 +13,10 @@ import thinwire
 from programs import Ended
 from ranks import RankPool
 from thinwire.errors import ThinwireError
-from thinwire.tools.advise.measure import Place
 from thinwire.tools.cli import peers
 from thinwire.tools.cli.app import app
 from thinwire.tools.cli.peers import Meeting
+from thinwire.tools.local.torchrun import RankPlace
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
 CARD = {"host": "a", "interface": "eth0", "route": "10.0.0.1", "backend": "gloo", "world": 2, "torch": "2.13.0"}
@@ -154,7 +154,7 @@ def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "first")
     with pytest.raises(ThinwireError, match="MASTER_PORT must be a number such as 29500, got 'first'"):
-        Meeting(Place(0, 1, 0, 1), 1.0)
+        Meeting(RankPlace(0, 1, 0, 1), 1.0)
 
 
 def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,4 +163,4 @@ def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ThinwireError, match=r"rank 1 did not reach localhost:.* torchrun has --master-addr and --local"
     ):
-        Meeting(Place(1, 2, 0, 1), 0.1)
+        Meeting(RankPlace(1, 2, 0, 1), 0.1)

@@ -25,7 +25,7 @@ from thinwire.integrations.choice import Agreed, Chooser, Policy, auto, options
 from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
 from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
 from thinwire.integrations.models import ParameterNames, ParameterSize as Size
-from thinwire.integrations.stats import BucketMeter, ErrorWatch, Stats, StepErrors, Tally
+from thinwire.integrations.stats import ErrorWatch, Stats, StepErrors, Tally
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -980,10 +980,7 @@ Stage = tuple[int, float, float]
 
 def wire_seconds(stages: Sequence[Stage]) -> Tally:
     tally = Tally()
-    meter = BucketMeter(tally)
-    for stage in sorted(stages, key=lambda stage: stage[1]):
-        meter.stage(*stage)
-    meter.close()
+    tally.worked(sorted(stages, key=lambda stage: stage[1]))
     return tally
 
 
@@ -1003,12 +1000,9 @@ def test_the_wire_takes_no_time_that_was_work() -> None:
 def test_times_of_buckets_add_up() -> None:
     tally = Tally()
     for _ in range(3):
-        meter = BucketMeter(tally)
-        for stage in ((0, 0.0, 1.0), (-1, 3.0, 4.0)):
-            meter.stage(*stage)
-        meter.close()
+        tally.worked([(0, 0.0, 1.0), (-1, 3.0, 4.0)])
     assert (tally.seconds["encode_s"], tally.seconds["decode_s"], tally.seconds["wire_s"]) == (3.0, 3.0, 6.0)
-    BucketMeter(tally).close()  # a bucket that never began
+    tally.worked([])  # a bucket that never began
     assert tally.seconds["wire_s"] == 6.0
 
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import cases
 import thinwire
+from benchmarks import data
+from benchmarks.codec import lost_by
 from ranks import RankPool
 from replicas import Group
 from thinwire import CodecError, Lloyd, Trellis, codec as make
 from thinwire.kernels import trellis
 from thinwire.kernels.schema import CELLS, TRELLIS
-from thinwire.tools.bench import data
-from thinwire.tools.bench.codec import lost_by
 
 
 def index_of(bits_before: tuple[int, int], path: int, place: int) -> int:

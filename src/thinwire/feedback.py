@@ -1,7 +1,7 @@
 """Error feedback: what a rank remembers of the gradients it sent, by parameter.
 
 Numbers are kept in units of the mean over ranks: the sum over ranks of what they remember is what the mean still owes.
-So it may be dealt anew to another number of ranks (see `deal`), and moved between them.
+So it may be dealt to another number of ranks (see `deal`) and moved between them.
 
 | kind | travels | remembered per rank | the result |
 |---|---|---|---|
@@ -25,7 +25,7 @@ Fine = bool | Tensor
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Memory:
+class LaneMemory:
     """One number per element of a lane, in fp32 or bf16."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Memory:
 
 
 class Gaps:
-    """Elements of a lane that belong to no parameter of it: nothing is to be remembered of them."""
+    """Elements of a lane that belong to none of its parameters: nothing is remembered of them."""
 
     def __init__(self, pieces: "Iterable[Piece]") -> None:
         self._spans = []
@@ -100,13 +100,13 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
-    def __init__(self, error: Memory, world: float, gaps: Gaps) -> None:
+    def __init__(self, error: LaneMemory, world: float, gaps: Gaps) -> None:
         self._error = error
         self._world = world  # by which a sum over ranks is divided
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[Memory, None]:
+    def memories(self) -> tuple[LaneMemory, None]:
         return self._error, None
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
@@ -128,7 +128,7 @@ class Classic:
         message.sub_(decoded)
 
     def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * own; own = total, of which the result will tell what was lost."""
+        """total += scale * own; own = total, which minus the result is what was lost."""
         total.add_(own, alpha=scale)
         own.copy_(total)
 
@@ -151,14 +151,14 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
-    def __init__(self, sent: Memory, mean: Memory, world: float, gaps: Gaps) -> None:
+    def __init__(self, sent: LaneMemory, mean: LaneMemory, world: float, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
         self._world = world
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[Memory, Memory]:
+    def memories(self) -> tuple[LaneMemory, LaneMemory]:
         return self._sent, self._mean
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
@@ -198,21 +198,21 @@ ROW = "#"  # between the name of a parameter and the number of a row: its part t
 
 
 class Piece(NamedTuple):
-    """Elements of a lane that belong to one parameter; to none where a lane bridges what others send."""
+    """Elements of a lane that belong to one parameter; to none where a lane bridges another."""
 
     name: str | None
     numel: int
 
 
 class Ledger:
-    """Numbers remembered by parameter, kept in the memories of lanes. Parameters move when the lanes change."""
+    """Numbers remembered by parameter, kept in one memory per lane. They move when the lanes change."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in DTYPES:
             raise CodecError(f"residuals are kept as float32 or bfloat16, got {dtype}")
         self.dtype = dtype
-        self._lanes: dict[tuple[Piece, ...], Memory] = {}
-        self._at: dict[str, tuple[Memory, int, int]] = {}
+        self._lanes: dict[tuple[Piece, ...], LaneMemory] = {}
+        self._at: dict[str, tuple[LaneMemory, int, int]] = {}
         self._loose: dict[str, Tensor] = {}  # loaded, and in no lane yet
 
     @property
@@ -220,7 +220,7 @@ class Ledger:
         """Bytes held."""
         return sum(memory.nbytes for memory in self._lanes.values()) + sum(t.nbytes for t in self._loose.values())
 
-    def lane(self, pieces: Sequence[Piece], device: torch.device) -> Memory:
+    def lane(self, pieces: Sequence[Piece], device: torch.device) -> LaneMemory:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
@@ -230,9 +230,9 @@ class Ledger:
             self._drop_empty()
         return self._lanes[key]
 
-    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
+    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> LaneMemory:
         known = self.read([piece.name for piece in pieces if piece.name is not None])
-        memory = Memory(sum(piece.numel for piece in pieces), self.dtype, device)
+        memory = LaneMemory(sum(piece.numel for piece in pieces), self.dtype, device)
         if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
             memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
@@ -264,7 +264,7 @@ class Ledger:
         return found
 
     def decay(self, names: Iterable[str], factor: float) -> None:
-        """Forget a part of what the lanes of these remember: all that is left is `factor` of it."""
+        """Multiply what the lanes of these parameters remember by `factor`."""
         met = {id(self._at[name][0]): self._at[name][0] for name in names if name in self._at}
         for memory in met.values():
             memory.fill(memory.read().float() * factor)
@@ -353,8 +353,7 @@ class RowFeedback:
         """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
         if self._numel not in (0, numel):
             raise CodecError(
-                f"this feedback is of a buffer of {self._numel} elements, got one of {numel}: make one RowFeedback per "
-                "buffer"
+                f"this RowFeedback is of a buffer of {self._numel} elements, got one of {numel}: make one per buffer"
             )
         self._numel = numel
         residual = self._ledgers["residual"].lane([Piece("residual", numel)], device)
@@ -364,18 +363,18 @@ class RowFeedback:
         return EF21(residual, mean, 1.0 / scale, Gaps(()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is remembered, which differs between ranks."""
+        """What is remembered; it differs between ranks."""
         return {name: values for ledger in self._ledgers.values() for name, values in ledger.read().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what this rank saved."""
+        """Load what this rank saved."""
         self._numel = state["residual"].numel() if state else 0
         for name, ledger in self._ledgers.items():
             ledger.load({name: state[name]} if state else {})
 
 
 class RowCopy:
-    """What all_gather_into_tensor gathered last, so that ranks send differences only. Make one per flat buffer.
+    """What all_gather_into_tensor gathered last, so that ranks send only differences. Make one per flat buffer.
 
     The first call is exact. The copy takes as much memory as the output.
     """
@@ -384,11 +383,11 @@ class RowCopy:
         self.tensor: Tensor | None = None
 
     def begin(self, gathered: Tensor) -> None:
-        """Remember what was gathered exactly: zeros for what is not finite, from which nothing differs by a number."""
+        """Remember what was gathered exactly, with zeros for what is not finite."""
         self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
 
     def add_to(self, gathered: Tensor) -> None:
-        """gathered += the copy, which becomes that where it is finite: NaN is seen, and not kept."""
+        """gathered += the copy; the copy takes over what is finite: NaN is visible, but not kept."""
         assert self.tensor is not None
         gathered.add_(self.tensor)
         torch.where(gathered.isfinite(), gathered, self.tensor, out=self.tensor)
@@ -397,7 +396,7 @@ class RowCopy:
 def deal(parts: Mapping[int, Mapping[str, Tensor]], world: int, rank: int, new_world: int) -> dict[str, Tensor]:
     """What `rank` of `new_world` ranks remembers of what `world` ranks did: rank k's goes to rank k % new_world.
 
-    What several bring is added: the sum over ranks stays what it was. A rank that gets nothing starts from zero.
+    What several ranks bring is added, so that the sum over ranks is kept. A rank that gets nothing starts from zero.
     """
     dealt: dict[str, Tensor] = {}
     for k in range(rank, world, new_world):

@@ -1,10 +1,10 @@
-"""torch's own DDP hooks, by their names and call shapes, over thinwire's collectives: drop-ins for a changed import.
+"""Fixed versions of torch's DDP hooks, with the same names and signatures, over thinwire's collectives.
 
     ddp_model.register_comm_hook(process_group, thinwire.hooks.quantization_perchannel_hook)
 
-A hook takes (state, bucket) and gives a future of the bucket's mean over the ranks, written into the bucket; the state
-is a process group, or None for the world. For the (grad, param) pair that DDP hands over while it traces a backward
-pass a hook writes the mean into grad and gives grad itself. Codecs are strings, since a traced op takes no other.
+A hook takes (state, bucket) and returns a future of the bucket's mean over the ranks, written into the bucket; the
+state is a process group, or None for the world. For the (grad, param) pair that DDP passes while it traces a backward
+pass, a hook writes the mean into grad and returns grad. Codecs are strings, because a traced op takes nothing else.
 
 To add one: a function of (process_group, bucket) that names a codec and one of `_mean` and `_sum_of_shares`; annotate
 it as the others are (DDP looks), and list it in `__all__`.
@@ -45,7 +45,7 @@ _EIGHT_BITS = "int8:block={},mode=affine"
 
 
 def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
-    """The exact mean, bitwise what DDP computes without a hook. Takes sparse gradients too."""
+    """The exact mean, bitwise what DDP computes without a hook. Accepts sparse gradients, too."""
     if _is_pair(bucket) or bucket.buffer().layout == torch.strided:
         return _sum_of_shares(process_group, bucket, "none")
     group = transport.resolve(process_group)
@@ -139,13 +139,13 @@ def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBuc
 
 
 def _tensor(result: Any) -> Tensor:
-    """The tensor a hook gives; DDP also takes the list of one that torch's own works hold."""
+    """The tensor that a hook returns; DDP also accepts a list of one, as torch's own works hold."""
     tensor: Tensor = result[0] if isinstance(result, list | tuple) else result
     return tensor
 
 
 def _named(hook: Any, name: str) -> Hook:
-    """A partial that DDP takes, which reads these names; partials pickle where what they hold does."""
+    """A partial with the names that DDP reads; it pickles if what it holds does."""
     hook.__name__ = hook.__qualname__ = name
     return cast(Hook, hook)
 
@@ -163,7 +163,7 @@ def _mean(
     """
     group = transport.resolve(state)
     carried = numbers = _numbers(bucket)
-    if group.size() > 1:  # otherwise nothing travels, nothing is rounded
+    if group.size() > 1:  # a single rank sends and rounds nothing
         carried = carried.float() if carried.dtype == torch.float64 else carried  # codecs take no doubles
         carried = _filled(carried, channel)
     return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()), channel)
@@ -182,16 +182,18 @@ def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
 
 
 def _is_pair(bucket: object) -> bool:
-    """Whether DDP is tracing: the hook then gets (grad, param), which no signature says, and gives grad, no future."""
+    """Whether DDP is tracing: it then passes (grad, param), against its signature, and expects grad, not a future."""
     return isinstance(bucket, tuple)
 
 
 def _numbers(bucket: Any) -> Tensor:
-    """What DDP hands over, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
+    """What DDP passes, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
     grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
     checks.check_gradient(grad)
     if grad.is_complex():
-        return torch.view_as_real(grad.conj() if grad.is_conj() else grad)  # a mean of conjugates is one of the numbers
+        return torch.view_as_real(
+            grad.conj() if grad.is_conj() else grad
+        )  # the mean of conjugates is the conjugate of the mean
     return grad
 
 
@@ -205,7 +207,7 @@ def _reduce(
     algorithm: SumAlgorithm,
     channel: int = 8,
 ) -> Future[Tensor]:
-    """Reduce `carried`, which is `numbers` or made of them, over the ranks and bring the result to `numbers`."""
+    """Reduce `carried`, which is `numbers` or derived from them, over the ranks; write the result to `numbers`."""
     if _is_pair(bucket):
         result = _traced(carried, op, group, codec, algorithm)
         numbers.copy_(result if carried is numbers else _emptied(result, numbers, channel))
@@ -226,7 +228,7 @@ def _reduce(
 def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm: SumAlgorithm) -> Tensor:
     """The sum or mean as one op of a graph: torch's own for plain sums, which its compiler knows how to fuse."""
     if algorithm == "plain":
-        from torch.distributed import _functional_collectives  # 20 ms that only this path needs
+        from torch.distributed import _functional_collectives  # 20 ms, for this path only
 
         out: Tensor = _functional_collectives.all_reduce(x, op, group)
         return out

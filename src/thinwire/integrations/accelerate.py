@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: what a prepared model sends travels compressed.
+"""Hugging Face Accelerate: compresses the communication of a prepared model.
 
 model, optimizer = accelerator.prepare(model, optimizer)
 handle = compress(accelerator, model, "int8")    # the rest of the script stays
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives.transport import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import device_of, spread
-from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.models import describe
@@ -42,26 +42,25 @@ _PLUGIN = (
 )
 
 
-class Keywords(DDPKeywords, total=False):
-    """The options of compress_ddp and those of compress_fsdp, for type checkers."""
-
-    weights: CodecLike
-    replica: bool | None
-
-
 def compress(
-    accelerator: Accelerator, model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[Keywords]
+    accelerator: Accelerator,
+    model: nn.Module,
+    codec: CodecChoice = "int8",
+    *,
+    weights: CodecLike | None = None,
+    replica: bool | None = None,
+    **options: Unpack[DDPKeywords],
 ) -> Handle:
-    """Let what a prepared model's ranks send each other travel compressed; call it after `accelerator.prepare`.
+    """Compress the communication of a prepared model; call it after `accelerator.prepare`.
 
     A model in DDP goes to `thinwire.compress_ddp`, one that Accelerate's FSDP2 plugin shards to
-    `thinwire.compress_fsdp`. Options are those of these two functions; one of the other function raises. In a run of
-    one process nothing travels: rank 0 says so, and the handle does nothing.
+    `thinwire.compress_fsdp`. Options are those of these two functions; an option of the other one raises. In a run of
+    one process nothing is sent: rank 0 says so, and the handle does nothing.
 
-    `accelerator.save_state` then saves what feedback remembers on all ranks, and `load_state` resumes with the same
-    bits, on the same number of ranks. On another number the sum over ranks is kept.
+    `accelerator.save_state` then saves what feedback remembers on all ranks. `load_state` resumes bit-exactly on the
+    same number of ranks; on another number the sum over ranks is kept.
     """
-    handle = compress_prepared(accelerator, model, codec, **options)
+    handle = compress_prepared(accelerator, model, codec, {**options, **given(weights=weights, replica=replica)})
     gathered = functools.partial(handle.state_dict, gather=True)  # all ranks call it, and rank 0's answer is saved
     load = functools.partial(load_shared, handle)
     accelerator.register_for_checkpointing(types.SimpleNamespace(state_dict=gathered, load_state_dict=load))
@@ -69,9 +68,9 @@ def compress(
 
 
 def compress_prepared(
-    accelerator: Accelerator, model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[Keywords]
+    accelerator: Accelerator, model: nn.Module, codec: CodecChoice, options: Mapping[str, Any]
 ) -> Handle:
-    """`compress`, for those who save the handle's state themselves."""
+    """`compress` for callers that save the handle's state themselves."""
     if not isinstance(accelerator, Accelerator):
         raise CollectiveError(f"expected compress(accelerator, model, ...), got {type(accelerator).__name__} first")
     check_options(codec, options)
@@ -79,35 +78,35 @@ def compress_prepared(
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         _check_hook(accelerator)
         _refuse(options, _OF_FSDP, "is in DDP", _PLUGIN)
-        return compress_ddp(model, codec, **options)  # type: ignore[misc]
+        return compress_ddp(model, codec, **options)
     if any(isinstance(module, FSDPModule) for module in modules):
         _refuse(options, _OF_DDP, "is sharded by FSDP2", "no fsdp_plugin")
-        return compress_fsdp(model, codec, **options)  # type: ignore[misc]
+        return compress_fsdp(model, codec, **options)
     if accelerator.num_processes > 1 or not modules:
         raise CollectiveError(
             f"expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got {describe(model)} "
             f"(distributed_type={accelerator.distributed_type})"
         )
-    _tell_alone(int(os.environ.get("WORLD_SIZE", 1)))
+    _announce_alone(int(os.environ.get("WORLD_SIZE", 1)))
     of_one = (*_OF_FSDP, *_OF_DDP, "inside")
-    kept: Any = {name: value for name, value in options.items() if name not in of_one}
+    kept = {name: value for name, value in options.items() if name not in of_one}
     return Alone(None, codec, model=model, **kept)
 
 
 def _refuse(options: Mapping[str, Any], names: Sequence[str], found: str, wanted: str) -> None:
     given = " and ".join(f"{name}=" for name in names if name in options)
     if given:
-        raise CollectiveError(f"this model {found}, where {given} says nothing: leave it out, or use {wanted}")
+        raise CollectiveError(f"this model {found}, where {given} has no meaning: leave it out, or use {wanted}")
 
 
 def _check_hook(accelerator: Accelerator) -> None:
-    """Accelerate looks `comm_hook` up among its own names, and registers nothing if it is none of them."""
+    """Raise or warn if Accelerate was given a hook; one that is not among its own names it ignores."""
     handler = accelerator.ddp_handler
     hook = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
     if not isinstance(hook, DDPCommunicationHookType):
         warnings.warn(
             f"Accelerate ignores DistributedDataParallelKwargs(comm_hook={getattr(hook, '__name__', repr(hook))}): it "
-            "knows the names of DDPCommunicationHookType alone. Leave it out: compress() registers thinwire's hook",
+            "knows only the names of DDPCommunicationHookType. Leave it out: compress() registers thinwire's hook",
             stacklevel=4,
         )
     elif hook != DDPCommunicationHookType.NO:
@@ -117,19 +116,19 @@ def _check_hook(accelerator: Accelerator) -> None:
         )
 
 
-def _tell_alone(launched: int) -> None:
+def _announce_alone(launched: int) -> None:
     if launched == 1:
-        announce("one process trains, and sends nothing: there is nothing to compress")
+        announce("only one process is training: there is nothing to compress")
         return
     warnings.warn(
-        f"{launched} processes were launched, and Accelerate lets each of them train alone: without GPUs pass "
+        f"{launched} processes were launched, but Accelerate trains each of them alone: without GPUs pass "
         "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)",
         stacklevel=4,
     )
 
 
 class Alone(DDPState):
-    """The handle where one process trains: nothing travels, nothing is remembered."""
+    """The handle of a single process: nothing is sent or remembered."""
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         return {}
@@ -139,10 +138,10 @@ class Alone(DDPState):
 
 
 def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
-    """Let every rank go on from rank 0's state, which ranks on other machines may have no file of.
+    """Load rank 0's state on every rank; ranks on other machines may not have the file.
 
-    Where each node saves its own checkpoint (`save_on_each_node`), those of other nodes hold nothing. A run of one
-    process has nothing to save either: feedback then begins anew.
+    With `save_on_each_node` the checkpoints of other nodes are empty. So is that of a run of one process: feedback then
+    starts from zero.
     """
     if not isinstance(handle, Alone) and dist.get_world_size() > 1:
         world = resolve(None)

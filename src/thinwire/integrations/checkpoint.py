@@ -1,10 +1,10 @@
-"""The state of a compressed run as plain data, and back, on the same number of ranks or another.
+"""Saves and loads the state of a compressed run, also onto another number of ranks.
 
-[Note: Layout] DDP rebuilds its buckets after the first iteration (with a static graph after the second), and what a
-codec makes of a number depends on the block it falls into. A run that is resumed starts with DDP's first buckets again,
-where the run it continues had the rebuilt ones. So a checkpoint holds the layout, and until DDP has come to it a
-resumed run waits for all gradients of a bucket of *that* layout, from whatever buckets of DDP's: the same bits.
-Where other parameters are frozen than before, no bits can be the same, and the rest travels in DDP's own buckets.
+[Note: Layout] DDP rebuilds its buckets after the first iteration (with a static graph after the second), and how a
+number is rounded depends on the block it falls into. A resumed run starts with DDP's first buckets again, whereas the
+run it continues had the rebuilt ones. So a checkpoint holds the layout. Until DDP has rebuilt its buckets, a resumed
+run collects the gradients of each bucket of *that* layout from whatever buckets DDP brings: the same bits. Where other
+parameters are frozen than before, the bits cannot be the same, and the rest travels in DDP's own buckets.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 
 
 def save(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
-    """This rank's state; with `gather` those of all ranks as one, on the first rank, and an empty one on the others."""
+    """This rank's state; with `gather` one state of all ranks on the first rank, and an empty one on the others."""
     rank = group.rank()
     memories = sync.memories
     own = _state(sync, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
@@ -60,7 +60,7 @@ def blank(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGrou
 def _state(
     sync: GradientSync, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
 ) -> State:
-    """A state of `world` ranks that holds what these of them remember."""
+    """A state of `world` ranks with what these ranks remember."""
     memories = sync.memories
     remembered = sync.chooser.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
@@ -80,16 +80,16 @@ def _state(
 
 
 def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
+    """`values`, with zeros for parameters that remember nothing yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
 def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
-    """What every rank of the group has under the same names, on the first of them; an empty list on the others.
+    """Every rank's tensors of these names, on the first rank of the group; an empty list on the others.
 
-    Every rank calls it. Tensors travel one by one: no rank but the first holds more than its own. None is a group of
-    this rank alone.
+    Every rank calls it. Tensors travel one by one, so that only the first rank holds more than its own. None is a
+    group of this rank alone.
     """
     if group is None or group.size() == 1:
         return [dict(own)]
@@ -108,14 +108,14 @@ def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str,
 def gather_measured(
     own: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
-    """`gather_parts`, and with them every rank's errors by parameter."""
+    """`gather_parts`, with every rank's errors by parameter."""
     lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
     found = gather_parts({**own, _ERRORS: lost}, group)
     return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
 
 
 def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
-    """The state that the group's rank `source` has, on all ranks; others may give None."""
+    """The state of the group's rank `source`, on all ranks; others may pass None."""
     file = io.BytesIO()
     if group.rank() == source:
         torch.save(state, file)
@@ -141,20 +141,20 @@ def write(path: Path, state: State) -> None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors have to be to travel in a group."""
+    """The device of a group's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if on_nccl(group) else torch.device("cpu")
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """What goes wrong inside with a state that is damaged, or a stranger's, is told as that."""
+    """Re-raise what a damaged or foreign state causes as CollectiveError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         if isinstance(error, ThinwireError):
             raise
         raise CollectiveError(
-            f"load_state_dict: the state is damaged, or no state of thinwire's ({type(error).__name__}: {error}); "
+            f"load_state_dict: the state is damaged, or not a state of thinwire ({type(error).__name__}: {error}); "
             "nothing was loaded"
         ) from error
 
@@ -171,7 +171,7 @@ def check_numbers(step: Any, world: Any, *parts: Mapping[str, Tensor]) -> None:
 
 
 def ranks_needed(rank: int, world: int, old: int, saved: Collection[int], advice: str) -> list[int]:
-    """The ranks, of `old` ones, whose memories this one goes on from; raises unless they are among the saved ones."""
+    """The ranks, of `old` ones, whose memories this rank takes over; raises unless all of them were saved."""
     wanted = list(range(rank, old, world))
     if not set(wanted) <= set(saved):
         raise CollectiveError(
@@ -188,9 +188,9 @@ def load(
     names: ParameterNames,
     sync: GradientSync,
 ) -> tuple[int, Layout | None, Collection[str] | None]:
-    """Let this rank go on from these states: what rank k remembered goes to rank k % world.
+    """Load these states on this rank: what rank k remembered goes to rank k % world.
 
-    Gives the step to go on with, and what `Restorer.restore` takes; raises before anything has changed.
+    Returns the step to continue with and the arguments of `Restorer.restore`; raises before anything has changed.
     """
     rank = group.rank()
     world = group.size()
@@ -203,7 +203,7 @@ def load(
     layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
     for name in (name for found in [*(layout or ()), *(parts[k] for k in wanted)] for name in found):
         if names.from_model and names.size(name) is None:
-            raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
+            raise CollectiveError(f"the state is of another model: it has {name}, which this model does not have")
     for name, values in (saved for k in wanted for saved in parts[k].items()):
         size = names.size(name)
         if size is not None and size.numel != values.numel():
@@ -238,7 +238,7 @@ def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]
 
 
 class Restorer:
-    """Averages gradients in DDP's own buckets, or in those of a checkpoint until DDP has come to them."""
+    """Averages gradients in DDP's own buckets, or in those of a checkpoint until DDP has those. See [Note: Layout]."""
 
     def __init__(self, average: Average) -> None:
         self._average = average
@@ -252,7 +252,7 @@ class Restorer:
         return self._last if self._wanted is None else self._wanted
 
     def restore(self, layout: Layout | None, loaded: Collection[str] | None = None) -> None:
-        """Begin anew, with these buckets or, if there are none, with DDP's own.
+        """Start over, with these buckets or, if there are none, with DDP's own.
 
         loaded: the parameters that a checkpoint knows by name; None if it has their numbers only.
         """
@@ -273,7 +273,7 @@ class Restorer:
         return self._average(gradients, output)
 
     def end_step(self) -> set[str]:
-        """All gradients of a step were given. Gives those of a loaded state that had none, after its first step."""
+        """A step has brought all its gradients. Returns the parameters of a loaded state that had none, once."""
         if self._held:
             self._send_rest()
         brought, self._brought = self._brought, []
@@ -283,7 +283,7 @@ class Restorer:
             self._last = self._sent
             self._sent = []
         if self._wanted is not None:
-            # Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good.
+            # Stop restoring once DDP has the restored buckets itself, or has settled on others.
             settled = set(brought) == set(self._wanted) or self._brought_before not in (None, brought)
             if settled or self._steps == _RESTORED_STEPS:
                 self.restore(None)
@@ -308,7 +308,7 @@ class Restorer:
             done.add_done_callback(functools.partial(waiting.got, names))
 
     def _send_rest(self) -> None:
-        """In DDP's own buckets: those of the checkpoint stay incomplete, or are of fewer parameters."""
+        """Send in DDP's own buckets what the checkpoint's buckets do not hold, or hold incompletely."""
         if self._loaded is None:
             left = sorted(self._held)[:3]
             self._held.clear()
@@ -330,7 +330,7 @@ class _Held:
         self._lock = threading.Lock()  # messages may end on several threads
 
     def wait_for(self, names: Names, sent: Collection[Names]) -> None:
-        """For this message, and no longer for those that were not sent."""
+        """Wait for this message, and no longer for those that were not sent."""
         with self._lock:
             self._waits = {*self._waits.intersection(sent), names}
 

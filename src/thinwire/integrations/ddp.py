@@ -1,6 +1,6 @@
-"""DistributedDataParallel: gradients that travel compressed.
+"""DistributedDataParallel: compressed gradient communication.
 
-handle = thinwire.compress_ddp(ddp_model)                       # one line; the rest of the script stays
+handle = thinwire.compress_ddp(ddp_model)                       # one line; the rest of the script is unchanged
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
@@ -35,16 +35,16 @@ from thinwire.integrations.sync import (
 )
 from thinwire.log import announce_once
 
-_WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
+_WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]
 
 
 class DDPState(Handle):
-    """Compression of one DDP model: what `compress_ddp` returns, and the state of `ddp_hook`.
+    """Compression of one DDP model: the result of `compress_ddp` and the state of `ddp_hook`.
 
     `process_group` is DDP's group (None: the world). `model` gives parameters their names, for rules by name and for
     checkpoints; without it they are numbered in the order in which DDP brings them. The other arguments are those of
-    `compress_ddp`. A state pickles without its group, as torch's PowerSGDState does, and then stands for the world.
+    `compress_ddp`. A state pickles without its group, like torch's PowerSGDState; unpickled, its group is the world.
     """
 
     @spelled_out
@@ -66,7 +66,7 @@ class DDPState(Handle):
     def _begin(self, process_group: dist.ProcessGroup | None, options: DDPOptions, names: ParameterNames) -> None:
         super().__init__()
         self.process_group = process_group
-        # An optimiser may hold the model, which must not hold itself alive.
+        # Only the family is kept: an optimizer may hold the model, which must not keep itself alive.
         self.options = replace(options, optimizer=options.family)
         self.step = 0
         self._names = names
@@ -80,7 +80,7 @@ class DDPState(Handle):
         self._ended = True  # whether the next bucket is the first of a step
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
+        """Take parameters' names, for rules and checkpoints, from `model`. An unpickled state may need it again."""
         self._chooser.policy.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
 
@@ -88,7 +88,7 @@ class DDPState(Handle):
         """Start to average a bucket; the future holds its buffer."""
         if isinstance(bucket, tuple):
             raise CollectiveError(
-                "DDP's compiled path (optimize_ddp='python_reducer') hands over gradients one by one, without buckets: "
+                "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: "
                 "use the hooks of thinwire.hooks there, or another optimize_ddp mode"
             )
         buffer = bucket.buffer()
@@ -126,7 +126,7 @@ class DDPState(Handle):
         return future if undo is None else future.then(undo)
 
     def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
-        """At the end of the backward pass, when all means are there."""
+        """Check the means at the end of the backward pass."""
         step = self.step - 1
         means = self._means
         self._means = []
@@ -143,7 +143,7 @@ class DDPState(Handle):
             check()
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
-        """Bring gradients into Adam's units, see [Note: Moments]; what brings the means back, if there are any."""
+        """Bring gradients into Adam's units, see [Note: Moments]. Returns what brings the means back, if any are."""
         weighed = self._chooser.weighed(names) if buffer.dtype in _WEIGHED else []
         if not weighed:
             return None
@@ -155,7 +155,7 @@ class DDPState(Handle):
         def undo(done: "Future[Tensor]") -> Tensor:
             output = done.value()
             torch._foreach_mul_(views, roots)
-            if output.is_cuda:  # the stream of this callback reads what another one's memory holds
+            if output.is_cuda:  # this callback's stream reads memory of another stream
                 for root in roots:
                     root.record_stream(torch.cuda.current_stream(output.device))
             return output
@@ -173,7 +173,7 @@ class DDPState(Handle):
         if self._guard is not None:
             self._guard.begin()
         if self._chooser.race is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
+            torch.cuda.current_stream(device).synchronize()  # the host runs ahead of the steps that are timed
         if self.closed:
             return
         if group.size() == 1:
@@ -182,26 +182,26 @@ class DDPState(Handle):
         if self.process_group is None and self._sync.group is None:
             self._check_world()
         if self._chooser.weighs and self.step > 0:
-            # In a Join, or after one, ranks may have taken different numbers of steps.
+            # In or after a Join, ranks may have taken different numbers of steps.
             self._chooser.moments.uneven = any(model._join_config.enable for model in self._hooked())
         self._sync.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
 
     def _hooked(self) -> list[DistributedDataParallel]:
-        """The models that this state was registered on: by compress_ddp, which says so, or by hand."""
+        """The models that this state is registered on, by compress_ddp or by hand."""
         if self._models is None:
             every = living(DistributedDataParallel)
             self._models = [weakref.ref(one) for one in every if any(held is self for _, held in one._comm_hooks)]
         return [model for found in self._models if (model := found()) is not None]
 
     def _check_world(self) -> None:
-        """Raise if a state for the world was registered on a model whose group is smaller: others would never come."""
+        """Raise if a state of the world is registered on a model with a smaller group: the others would never join."""
         for model in self._hooked():
             ranks = dist.get_process_group_ranks(model.process_group)
             if len(ranks) < dist.get_world_size():
                 raise CollectiveError(
-                    f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
-                    "world: pass DDPState(process_group, ...) the group that the model has"
+                    f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, but this state is of the "
+                    "world: pass the model's group, DDPState(process_group, ...)"
                 )
 
     @property
@@ -215,27 +215,27 @@ class DDPState(Handle):
         return transport.resolve(self.process_group).rank()
 
     def stats(self) -> Stats:
-        """What compression did so far on this rank; `print` shows it as a table."""
+        """What compression has done on this rank; `print` shows a table."""
         return self._sync.stats(self.step)
 
     def close(self) -> None:
-        """Go back to plain DDP and forget all residuals. `compress_ddp` may be called again."""
+        """Return to plain DDP and drop all residuals. `compress_ddp` may be called again."""
         self.closed = True
         self._chooser.moments.stop()
         self._sync.go_on({}, {}, {}, {})
         self._restorer.restore(None)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same bits. Every rank saves its own: they differ in `ranks`.
+        """What a checkpoint needs to resume bit-exactly. Every rank saves its own: they differ in `ranks`.
 
-        gather: every rank calls it, the first rank gets one state with what all remember, the others an empty one.
-            All load that one state.
+        gather: every rank calls it; the first gets one state of all ranks, which all ranks can load, the others an
+            empty one.
         """
         group = transport.resolve(self.process_group)
         return checkpoint.save(self._sync, self._restorer.layout, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
-        """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
+        """A state of zeros for loaders that fill it in place (torch.distributed.checkpoint).
 
         It holds what this rank needs of what `world` ranks saved.
         """
@@ -245,9 +245,9 @@ class DDPState(Handle):
         return checkpoint.blank(self._sync, self._restorer.layout, self.step, group, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
+        """Load a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
 
-        Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
+        In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = transport.resolve(self.process_group)
@@ -257,7 +257,7 @@ class DDPState(Handle):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.options.mesh is not None:
-            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
+            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and create a new one")
         return {
             "options": replace(self.options, optimizer=self._chooser.agreed.family),
             "state": self.state_dict() if dist.is_initialized() else None,
@@ -271,7 +271,7 @@ class DDPState(Handle):
         names.awaited = saved["order"]
         self._begin(None, saved["options"], names)
         state = saved["state"]
-        if state is None:  # it was pickled before there was a group, and has nothing to remember
+        if state is None:  # pickled before there was a group: nothing was remembered
             return
         rank = str(self.rank)
         (own,) = state["ranks"].values()
@@ -283,7 +283,7 @@ DDPHandle = DDPState
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook of DDP: the mean of the bucket over ranks, compressed as `state` says."""
+    """A DDP communication hook: the mean of the bucket over ranks, compressed as `state` says."""
     present = state.state if isinstance(state, _Switch) else state
     if not isinstance(present, DDPState):
         raise CollectiveError(
@@ -295,9 +295,9 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 @dataclass
 class _Switch:
-    """What DDP holds: a hook cannot be taken out, but the state behind it can change.
+    """The hook state that DDP holds: a hook cannot be removed, but the state behind it can change.
 
-    A DDP model that is copied or unpickled lists its hooks and has none: its switch is an empty one.
+    A copied or unpickled DDP model lists its hooks but does not run them: its switch is empty.
     """
 
     state: DDPState | None
@@ -311,35 +311,34 @@ _switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakr
 
 @spelled_out
 def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[DDPKeywords]) -> DDPState:
-    """Let the gradients of a DDP model travel compressed.
+    """Compress a DDP model's gradient communication.
 
     The result has `stats()`, `log_to()`, `state_dict()`, `load_state_dict()` and `close()`.
 
-    model: a DistributedDataParallel model, or what torch.compile, Fabric or Accelerate made of one.
+    model: a DistributedDataParallel model, or one wrapped by torch.compile, Fabric or Accelerate.
     codec: a codec ("int8", "lloyd4", ...); a schedule ({0: "none", 100: "int8", 500: "lloyd2"}); "auto", which times
         uncompressed, bf16, int8 and lloyd4 on real steps and keeps the fastest within `error_budget`; or "auto:2.5",
-        which gives 2.5 bits per element on average, more to layers that lose more, again every `replan_every` steps.
-    feedback: "auto" (by codec and optimiser), "none", "classic" or "ef21".
-    residual_dtype: what feedback remembers is kept as float32 or bfloat16 ("ef21": float32).
+        which deals out 2.5 bits per element on average, more to layers that lose more, every `replan_every` steps.
+    feedback: "auto" (by codec and optimizer), "none", "classic" or "ef21".
+    residual_dtype: of what feedback remembers, float32 or bfloat16 ("ef21": float32).
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
-    policy: codecs by name pattern, {"*.embed*": "int8"}. The first pattern that matches holds, before exemptions. A
-        last "*" stands for `codec`.
-    warmup_steps: the first steps, uncompressed.
-    optimizer: one or several, for feedback="auto" below 4 bits. Without it thinwire watches which optimisers step the
+    policy: codecs by name pattern, {"*.embed*": "int8"}. The first match wins, before exemptions. A
+        last "*" replaces `codec`.
+    warmup_steps: number of first steps that are not compressed.
+    optimizer: one or several, for feedback="auto" below 4 bits. Without it thinwire notes which optimizers step the
         model's parameters, and sends int8 until it has seen them.
-    error_budget: the relative error of one rounding that codec="auto" may accept.
+    error_budget: the largest relative error of one rounding that codec="auto" accepts.
     measure_every: how often `stats()` measures errors; 0 is never.
     on_nonfinite: what a gradient with NaN or Inf does: "propagate" (all ranks get NaN) or "raise" (all ranks raise the
         same NonfiniteError at the end of backward). With a GradScaler, "propagate".
-    weigh: "moments" brings gradients into Adam's units before they are encoded, and back: they are divided by the root
-        of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known. What
-        has feedback is not weighed.
+    weigh: "moments" sends gradients in Adam's units, divided by the root of its second moment. "auto" does so below 4
+        bits where an Adam or RMSprop of whole parameters is known. Gradients with feedback are not weighed.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
     mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
-        summed inside every node first. `codec` travels across nodes, with 1/gpus of the bytes per rank. There is no
-        feedback: feedback="auto" is "none".
-    inside: the codec inside a node. A parameter with more bits across nodes keeps them inside too.
+        summed inside every node first, and `codec` is used across nodes, with 1/gpus of the bytes per rank. There is no
+        feedback.
+    inside: the codec inside a node. A parameter that has more bits across nodes has them inside, too.
     """
     ddp_model = find_ddp(model)
     if ddp_model.mixed_precision is not None:
@@ -348,8 +347,8 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         )
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model._module_parameters):
         raise CollectiveError(
-            "DDP has a communication hook of its own for optimizers that step in backward: leave out "
-            "_apply_optimizer_in_backward, and call the optimizer's step()"
+            "DDP has a communication hook of its own for optimizers that step in backward: do not use "
+            "_apply_optimizer_in_backward, but call the optimizer's step()"
         )
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
     switch = _switches.get(ddp_model)
@@ -359,7 +358,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         ddp_model.register_comm_hook(switch, ddp_hook)
         _switches[ddp_model] = switch
     elif switch.state is not None and not switch.state.closed:
-        raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
+        raise CollectiveError("this model is already compressed: close() the handle that compress_ddp returned first")
     switch.state = state
     state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and (hint := _mesh_hint(state)):
@@ -368,9 +367,9 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
 
 
 def _mesh_hint(state: DDPState) -> str:
-    """What to say where ranks on NCCL share hosts, and each sends all its bytes to other hosts; "" elsewhere."""
+    """A hint where ranks on NCCL share hosts and each sends all its bytes to other hosts; "" elsewhere."""
     options = state.options
-    inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; where it is not known, nothing is said
+    inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
     group = transport.resolve(state.process_group)
     if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not transport.on_nccl(group):
@@ -384,20 +383,20 @@ def _mesh_hint(state: DDPState) -> str:
 
 
 def _check_hooks(ddp_model: DistributedDataParallel) -> None:
-    """Raise if DDP has a communication hook: it takes one, for good. A copy only lists that of its original."""
+    """Raise if DDP has a communication hook: it takes one, permanently. A copy only lists its original's."""
     listed = ddp_model._comm_hooks
     listed[:] = [(hook, held) for hook, held in listed if not isinstance(held, _Switch) or held.state is not None]
     hooks = [hook for hook, _ in listed]
     if hooks:
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise CollectiveError(
-            f"this model has the communication hook {name} already, and DDP takes one: leave out its "
-            "register_comm_hook (or the framework's option that calls it), or wrap the model anew"
+            f"this model already has the communication hook {name}, and DDP takes one: leave out its "
+            "register_comm_hook (or the framework's option that calls it), or wrap the model again"
         )
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """The bucket's parts as DDP lays them out: in the order of memory of dense parameters, which may be permuted."""
+    """The bucket's gradients as DDP lays them out: in the memory order of dense parameters, which may be permuted."""
     found = []
     for parameter, row in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
         dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()

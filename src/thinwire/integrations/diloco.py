@@ -217,7 +217,7 @@ class DiLoCo(Handle):
         return self._fragments[0].outer[0].device
 
     def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
-        """What steps the outer copies; `known` are the model's parameters, those included that have none."""
+        """The optimizer of the outer copies; `known` are all of the model's parameters."""
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
         names = [name for fragment in self._fragments for name in fragment.names]
         if given is None:
@@ -235,16 +235,16 @@ class DiLoCo(Handle):
         if left:
             raise CollectiveError(
                 f"outer_optimizer: expected all of the model's parameters that learn, got one without {left[0]}, which "
-                "every round would set back: add it, or let it require no gradient"
+                "every round would reset: add it, or freeze it (requires_grad=False)"
             )
         return found
 
     def _move(self, given: Optimizer, known: set[int]) -> None:
-        """Let an optimizer over the model's parameters step their outer copies."""
+        """Make an optimizer over the model's parameters step their outer copies."""
         if given is self._inner:
             raise CollectiveError(
-                "outer_optimizer: expected one of its own, got the inner optimizer, which would train the outer "
-                "copies and no longer the model"
+                "outer_optimizer: expected another optimizer, got the inner optimizer, which would train the outer "
+                "copies instead of the model"
             )
         outer = {id(p): copy for part in self._fragments for p, copy in zip(part.parameters, part.outer, strict=True)}
         for settings in given.param_groups:
@@ -266,8 +266,8 @@ class DiLoCo(Handle):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise CollectiveError(
-                    f"DiLoCo: {name} learns now, and did not when DiLoCo began, so it is not averaged: close() it "
-                    "before you unfreeze layers, and make a new one afterwards"
+                    f"DiLoCo: {name} learns now, but did not when DiLoCo was created, so it is not averaged: close() "
+                    "before you unfreeze layers, and create a new DiLoCo afterwards"
                 )
         self.steps += 1
         self._apply_due()
@@ -276,8 +276,8 @@ class DiLoCo(Handle):
         for index in turns:
             if name := self._fragments[index].stopped:
                 raise CollectiveError(
-                    f"DiLoCo: {name} does not learn any more, and the outer optimizer, with its momentum, would move "
-                    "it on: close() it before you freeze layers, and make a new one afterwards"
+                    f"DiLoCo: {name} no longer learns, but the momentum of the outer optimizer would still move "
+                    "it: close() before you freeze layers, and create a new DiLoCo afterwards"
                 )
             self._begin(index, self.steps + self.overlap)
         self._apply_due()
@@ -321,20 +321,20 @@ class DiLoCo(Handle):
         self.outer_optimizer.step()
         for copy in fragment.outer:
             copy.grad = None
-        trained = fragment.flat(fragment.own()).sub_(done.sent)  # since it was sent; nothing without overlap
+        trained = fragment.flat(fragment.own()).sub_(done.sent)  # since it was sent; zero without overlap
         outer = fragment.flat(fragment.outer).add_(trained)
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
 
     def _drop(self, index: int) -> None:
-        """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.
+        """Drop a round whose average is not finite, as every rank sees: all continue from the outer parameters.
 
-        The rank that it comes from does so with all fragments, and forgets what its optimizer remembers of it: numbers
-        that are not finite would come back from there at the next step.
+        The rank that caused it resets all its fragments, and the optimizer state that is not finite: it would bring the
+        NaN back at the next step.
         """
         self.skipped += 1
         if self._group.rank() == 0:
-            announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
+            announce(f"DiLoCo: round {self.rounds} is not finite on some rank: dropped on all")
         for at, fragment in enumerate(self._fragments):
             if at == index or not _is_finite(fragment.flat(fragment.own())):
                 fragment.put(fragment.flat(fragment.outer))
@@ -346,12 +346,12 @@ class DiLoCo(Handle):
                 state.clear()
 
     def synchronize(self) -> None:
-        """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
+        """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
         self._settle(list(self._in_flight))
         own = [float(fragment.has_learned()) for fragment in self._fragments]
         learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
-            if on_any_rank:  # an outer step without it would follow the momentum alone
+            if on_any_rank:  # otherwise an outer step would follow the momentum alone
                 self._begin(index, self.steps)
                 self._settle(list(self._in_flight))
         self._share(_buffers_of(self._model))
@@ -371,11 +371,11 @@ class DiLoCo(Handle):
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
-        else:  # other ranks may not come
+        else:  # other ranks may not follow
             self.closed = True
 
     def stats(self) -> Stats:
-        """What rounds cost so far on this rank; `steps` counts averages of a fragment."""
+        """What rounds have cost on this rank; `steps` counts averages of a fragment."""
         return self._sync.stats(self.rounds)
 
     @property
@@ -384,17 +384,17 @@ class DiLoCo(Handle):
         return {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """What a checkpoint needs besides the model and the inner optimizer to go on with the same bits.
+        """What a checkpoint needs, besides the model and the inner optimizer, to resume bit-exactly.
 
-        Every rank saves its own. gather: every rank calls it, the first rank gets one state with what all remember, the
-            others an empty one; all load that one. It has no rounds under way: save where there are none.
+        Every rank saves its own. gather: every rank calls it; the first gets one state of all ranks, which all
+            ranks can load, the others an empty one. No round may be in flight.
         """
         for one in self._in_flight:
             one.wait()  # it changes residuals until it is done
         if gather and self._in_flight:
-            raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
+            raise CollectiveError("gather=True: rounds are in flight and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
-            raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
+            raise CollectiveError("gather=True: parameters are sharded and differ by rank: save one state per rank")
         compression = checkpoint.save(self._sync, [], self.rounds, self._group, gather=gather)
         if not compression:
             return {}
@@ -413,7 +413,7 @@ class DiLoCo(Handle):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state: this rank's own, or a gathered one. The model and its optimizer are loaded by you.
+        """Load a saved state: this rank's own, or a gathered one. Load the model and its optimizer yourself.
 
         A gathered state may come from another number of ranks: what rank k remembered goes to rank k % world.
         """
@@ -422,11 +422,11 @@ class DiLoCo(Handle):
         with checkpoint.reading():
             shapes = {name: copy.shape for name, copy in self._copies.items()}
             if shapes != {name: saved.shape for name, saved in state["outer"].items()}:
-                raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+                raise CollectiveError("load_state_dict: the state is of another model, or sharded differently")
             if state["under_way"] and state["fragments"] != len(self._fragments):
                 raise CollectiveError(
-                    f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
-                    f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
+                    f"load_state_dict: the state has rounds in flight of {state['fragments']} fragments, got "
+                    f"{len(self._fragments)} here: use as many, or save while no round is in flight"
                 )
             checkpoint.check_numbers(state["steps"], self._group.size(), state["outer"])
             compression = state["compression"]
@@ -467,16 +467,16 @@ def _check_alone(named: Sequence[tuple[str, Tensor]]) -> None:
     mine = {id(parameter) for _, parameter in named}
     for other in _open:
         if not other.closed and not mine.isdisjoint(id(p) for part in other._fragments for p in part.parameters):
-            raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
+            raise CollectiveError("another DiLoCo averages this model already: close() it first")
 
 
 def _buffers_of(model: nn.Module) -> list[Tensor]:
-    """Those it has now, since a forward pass may put others in their place; of expanded ones what memory holds."""
+    """The buffers it has now (a forward pass may replace them); of expanded ones, what memory holds."""
     found = []
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise CollectiveError(
-                f"DiLoCo gives all ranks the first one's buffers, dense ones, got {name} as {buffer.layout}: keep it "
+                f"DiLoCo copies the first rank's buffers, which must be dense, got {name} as {buffer.layout}: keep it "
                 "in a plain attribute, or make it dense"
             )
         repeated = [dim for dim, stride in enumerate(buffer.stride()) if stride == 0 and buffer.numel()]
@@ -491,7 +491,7 @@ def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
     both = set(dist.get_process_group_ranks(inner.process_group)) & set(dist.get_process_group_ranks(group))
     if len(both) > 1:
         raise CollectiveError(
-            f"inner_optimizer: ranks {sorted(both)} average, and a ZeroRedundancyOptimizer shares its step among them: "
+            f"inner_optimizer: ranks {sorted(both)} average, but a ZeroRedundancyOptimizer shares its step among them: "
             "give it a process_group inside a site, and DiLoCo a group with one rank per site"
         )
 

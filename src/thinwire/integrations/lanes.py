@@ -1,8 +1,8 @@
-"""How the parameters of a bucket fall into lanes: those that share a codec and a feedback.
+"""Cuts the parameters of a bucket into lanes: those that share a codec and a feedback.
 
-[Note: Bridges] The largest lane is mostly one stretch of the bucket, with a few small parameters of other lanes in it
+[Note: Bridges] The largest lane is usually one stretch of the bucket with a few small parameters of other lanes in it
 (biases between weights). It then travels as that one stretch, in place, with zeros where the small ones were; these are
-set aside first and put back at the end. That costs a few codes of zeros and saves two copies of everything.
+copied out first and back at the end. That costs a few codes of zeros and saves two copies of everything.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.feedback import Piece
 from thinwire.integrations.models import PADDING
 
-_BRIDGE = 16  # the largest lane bridges lanes that are so many times smaller
+_BRIDGE = 16  # the largest lane bridges lanes that are this many times smaller
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class BucketLane:
     bridged: frozenset[int]  # those of them that belong to another lane
     pieces: tuple[Piece, ...]  # all of them by name, the bridged ones without
     stretches: tuple[tuple[int, int], ...]  # the fewest parts of the bucket that hold them
-    aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket, and back
+    aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket and back
 
 
 def lanes_of(
     names: Sequence[str], specs: Sequence[LaneSpec], *, whole: bool = False, bridge: float = _BRIDGE
 ) -> list[BucketLane]:
-    """The lanes of a bucket whose parameters travel as `specs` say, the largest lane first.
+    """The lanes of a bucket whose parameters have these `specs`, the largest lane first.
 
-    It bridges lanes that are `bridge` times smaller, with `whole` their parameters at the ends too, so that it may be
-    all of the bucket.
+    It bridges lanes that are `bridge` times smaller; with `whole` also their parameters at the ends, so that it may be
+    the whole bucket.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
@@ -75,7 +75,7 @@ def _stretches(specs: Sequence[LaneSpec], members: Sequence[int]) -> tuple[tuple
 def load(
     lanes: Sequence[BucketLane], views: Sequence[Tensor], buffer: Tensor | None
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The tensors of every lane, and the (view, numbers) to put back at the end; `buffer` holds all views, if any."""
+    """The tensors of every lane, and the (view, numbers) to copy back at the end; `buffer` holds all views, if any."""
     tensors: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for lane in lanes:

@@ -1,4 +1,4 @@
-"""Lightning: a callback that lets gradients, and weights, travel compressed.
+"""Lightning: a callback that compresses the communication of gradients and weights.
 
 trainer = lightning.Trainer(strategy="ddp", callbacks=Compress("int8"))    # the rest of the script stays
 """
@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.choice.options import Algorithm, CodecChoice, CodecLike, SharedKeywords, Weigh, check_options
+from thinwire.integrations.choice.options import (
+    Algorithm,
+    CodecChoice,
+    CodecLike,
+    SharedKeywords,
+    Weigh,
+    check_options,
+    given,
+)
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.fsdp.torch_internals import groups_of
@@ -48,14 +56,14 @@ _handles: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]]" = weakref.
 
 
 class Compress(Callback):
-    """Let what a Trainer's ranks send each other in `fit` travel compressed.
+    """Compress what a Trainer's ranks send each other in `fit`.
 
     With strategy="ddp", or any other DDPStrategy, it calls `thinwire.compress_ddp`. With ModelParallelStrategy and a
     model that configure_model() passed to fully_shard (FSDP2), it calls `thinwire.compress_fsdp`. Options are those of
-    these two functions. An option of the one that meets the other raises when `fit` begins.
+    these two functions; an option of the wrong one raises when `fit` begins.
 
-    `handle` is what they returned: `handle.stats()` tells what the last `fit` sent. Every `fit` begins anew, as its
-    optimisers do. Bytes and errors go to the Trainer's loggers as `thinwire/...`, every `log_every_n_steps`. What
+    `handle` is what they returned: `handle.stats()` says what the last `fit` sent. Every `fit` starts over, as its
+    optimizers do. Bytes and errors go to the Trainer's loggers as `thinwire/...`, every `log_every_n_steps`. What
     feedback remembers, on all ranks, travels in the Trainer's checkpoints.
 
     codec: of gradients; a codec, a schedule, "auto" or "auto:2.5".
@@ -77,14 +85,14 @@ class Compress(Callback):
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
-        check_options(codec, {**options, **_given(weights=weights)})
+        check_options(codec, {**options, **given(weights=weights)})
         if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
             raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
         self.handle: Handle | None = None
         self._codec = codec
         self._options = options
-        self._of_ddp = _given(weigh=weigh, algorithm=algorithm, mesh=mesh)
-        self._of_fsdp = _given(weights=weights, replica=replica)
+        self._of_ddp = given(weigh=weigh, algorithm=algorithm, mesh=mesh)
+        self._of_fsdp = given(weights=weights, replica=replica)
         self._fitting = False
         self._failed = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint that was loaded before the model was wrapped
@@ -109,7 +117,7 @@ class Compress(Callback):
         self._logged = -1
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """The strategy has wrapped the model and made the optimisers; with DDP a checkpoint was loaded already."""
+        """The strategy has wrapped the model and made the optimizers; with DDP a checkpoint was already loaded."""
         self.handle = self._compress(trainer)
         saved = self._saved
         self._saved = None
@@ -134,7 +142,7 @@ class Compress(Callback):
             _check_options(self._of_ddp, strategy, "strategy='ddp'")
             return compress_fsdp(model, self._codec, **{**options, **self._of_fsdp})
         if trainer.world_size == 1:
-            announce_once(f"{strategy} has one rank, which sends nothing: there is nothing to compress")
+            announce_once(f"{strategy} has only one rank: there is nothing to compress")
             return None
         raise CollectiveError(
             f"Compress expected a model in DistributedDataParallel or sharded by fully_shard, got {strategy} with "
@@ -142,20 +150,20 @@ class Compress(Callback):
         )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: "LightningModule", optimizer: Optimizer) -> None:
-        """Gradients have travelled: tell the loggers, under the step that Lightning's own metrics of it have."""
+        """Log what was sent, under the step that Lightning's own metrics have."""
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         every = trainer.log_every_n_steps
         due = step != self._logged and every and (step + 1) % every == 0
         if self.handle is None or not due or not trainer.loggers or not trainer.is_global_zero:
             return
         self._logged = step
-        told = self.handle.stats().as_dict()
-        found = {f"thinwire/{name}": value for name, value in told.items() if not isinstance(value, str)}
+        stats = self.handle.stats().as_dict()
+        found = {f"thinwire/{name}": value for name, value in stats.items() if not isinstance(value, str)}
         for logger in trainer.loggers:
             logger.log_metrics(found, step=step)
 
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
-        """A run failed, perhaps on this rank alone: from here on the others cannot be asked for their state."""
+        """A run failed, perhaps on this rank alone: the others can no longer be asked for their state."""
         self._failed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +174,7 @@ class Compress(Callback):
             if self._failed:
                 raise CollectiveError("the run failed, and other ranks may not answer")
             return self.handle.state_dict(gather=True)
-        except CollectiveError as error:  # on all ranks alike; a checkpoint without it is better than none
+        except CollectiveError as error:  # the same on all ranks; a checkpoint without it is better than none
             if dist.get_rank() == 0:
                 announce_once(f"a checkpoint is saved without the state of compression: {error}")
             return {}
@@ -179,10 +187,6 @@ class Compress(Callback):
             self._saved = state_dict
         else:
             self.handle.load_state_dict(state_dict)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_options(others: Mapping[str, Any], found: str, wanted: str) -> None:
@@ -198,7 +202,7 @@ def _check_hook(trainer: "Trainer") -> None:
     device = trainer.strategy.root_device.type
     ignored = "" if device == "cuda" else f"; Lightning registers hooks on CUDA only, and would ignore it on {device}"
     raise CollectiveError(
-        f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress both are hooks of DDP, which has "
+        f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress are both hooks of DDP, which takes "
         f"one: leave ddp_comm_hook and ddp_comm_state out, and pass their options to Compress{ignored}"
     )
 

@@ -1,6 +1,6 @@
-"""The model, the optimizer and the parameters inside what a framework, torch.compile or Fabric put around them.
+"""What is inside the model and the optimizer that a user passes: DDP, the bare optimizer, parameters and their names.
 
-What parameters are called, in rules and checkpoints, and how large their gradients are.
+Frameworks, torch.compile and Fabric wrap models and optimizers; names in rules and checkpoints are without wrappers.
 """
 
 import gc
@@ -20,11 +20,11 @@ Names = tuple[str, ...]
 Kind = TypeVar("Kind")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
 _INSIDE = ("optim", "_optimizer", "optimizer")  # where ZeroRedundancyOptimizer, Lightning and Accelerate keep theirs
-PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
+PADDING = "\0"  # before the name of a parameter: the padding after its elements in a buffer
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without those of what is only wrapped around it."""
+    """The name of a module or parameter without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -37,12 +37,12 @@ class ParameterSize(NamedTuple):
 
 
 class ParameterNames:
-    """Names that a model gives, or numbers in the order in which DDP brings parameters: the same in every run."""
+    """Parameters' names in a model, or numbers in the order in which DDP brings them: the same in every run."""
 
     def __init__(self, find: Callable[[Tensor], str | None] | None = None) -> None:
         self._find = find  # names tensors that `put` was not given
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
-        self.frozen: dict[str, ParameterSize] = {}  # of those that a model has besides: they may travel later
+        self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
         self.from_model = False
         self.needs_model = False  # because of rules by name
         self.awaited: list[str] = []  # names in the order of a pickled state
@@ -81,7 +81,7 @@ class ParameterNames:
         return name
 
     def of(self, parameters: Sequence[Tensor]) -> tuple[Names, list[torch.Size]]:
-        """Names and shapes of a bucket's parameters; looked up once, since DDP brings the same at every step."""
+        """Names and shapes of a bucket's parameters; cached, since DDP brings the same at every step."""
         key = tuple(map(id, parameters))
         found = self._known.get(key)
         if found is None or found[0]() is not parameters[0]:
@@ -101,7 +101,7 @@ class ParameterNames:
         """DDP brings the same parameters in the same order at the first step of every run."""
         index = len(self._names)
         if self.needs_model and not self.awaited:
-            raise CollectiveError("this state has rules by name, and no names: call state.name_parameters(model)")
+            raise CollectiveError("this state has rules by name but no names: call state.name_parameters(model)")
         if not self.awaited:
             return f"parameter {index}"
         name = self.awaited[index] if index < len(self.awaited) else ""
@@ -115,7 +115,7 @@ class ParameterNames:
 
 
 def find_ddp(given: object) -> DistributedDataParallel:
-    """The one DDP model in `given`, or an error that says what is there instead."""
+    """The only DDP model in `given`; raises an error that says what it is instead."""
     found = _modules(given, DistributedDataParallel)
     if len(found) == 1:
         model: DistributedDataParallel = found[0]
@@ -129,8 +129,8 @@ def find_ddp(given: object) -> DistributedDataParallel:
 
 
 def describe(given: object) -> str:
-    """What was passed, and the function it belongs to."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # much comes with them, for an error alone
+    """What was passed, and what to do with it."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, for an error only
 
     name = type(given).__name__
     if _modules(given, DistributedDataParallel):
@@ -144,8 +144,8 @@ def describe(given: object) -> str:
     if not isinstance(given, nn.Module):
         return f"{name}: pass the model"
     return (
-        f"{name}, which nothing wraps or shards: wrap it in DistributedDataParallel, or call fully_shard, first. Where "
-        "a framework has done so, pass what it made: what accelerator.prepare gave, trainer.model_wrapped of "
+        f"{name}, which nothing wraps or shards: wrap it in DistributedDataParallel, or call fully_shard, first. If "
+        "a framework has done so, pass its result: that of accelerator.prepare, trainer.model_wrapped of "
         "transformers, trainer.strategy.model of Lightning"
     )
 
@@ -155,17 +155,17 @@ def _modules(given: object, kind: Any) -> list[Any]:
 
 
 def living(kind: type[Kind]) -> list[Kind]:
-    """All objects of a class in this process: what is not passed on, but exists."""
+    """All objects of a class in this process, where no reference is passed to us."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run properties
 
 
 def bare_optimizer(given: Any, *, whole: bool = False) -> Any:
-    """The optimizer that a framework's wraps, or `given` itself; if `whole`, not a rank's part of a sharded one."""
+    """The optimizer inside a framework's, or `given` itself; if `whole`, not one rank's part of a sharded one."""
     held = {} if whole and is_sharded(given) else getattr(given, "__dict__", {})
     inner = [bare_optimizer(held[name], whole=whole) for name in _INSIDE if name in held]
     return next((one for one in inner if isinstance(one, Optimizer)), given)
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer: ranks step a part of the parameters each, and then exchange them."""
+    """Whether it is a ZeroRedundancyOptimizer: each rank steps a part of the parameters, then they exchange them."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)

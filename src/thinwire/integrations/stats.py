@@ -22,12 +22,12 @@ SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they ar
 class Stats:
     """What one rank's gradients cost on the wire since compression was switched on."""
 
-    steps: int  # backward passes that were synchronised
-    codec: str  # what was asked for
+    steps: int  # backward passes that were synchronized
+    codec: str  # that was asked for
     feedback: str  # what is in use, e.g. "ef21" or "none"
     chosen: str  # what "auto" chose, and why; "" where nothing was left to choose
-    bytes_sent: int  # handed to the transport by this rank
-    bytes_plain: int  # what a ring of the uncompressed gradients would have sent
+    bytes_sent: int  # by this rank
+    bytes_plain: int  # that a ring of the uncompressed gradients would have sent
     bits_per_element: float | None  # of the last message of every bucket, headers and scales included
     relative_error: float | None  # RMS of what one rounding loses, over RMS of what is sent, at the last measured step
     nonfinite: int  # chunks of buckets in which some rank had NaN or Inf
@@ -36,7 +36,7 @@ class Stats:
     reduce_s: float | None  # work between the two phases
     wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
     residual_bytes: int  # memory of the feedback
-    scratch_bytes: int  # memory of wires under way, shared by everything on this group
+    scratch_bytes: int  # memory of wires in flight, shared by everything on this group
     replica_bytes: int = 0  # memory of the copies of weights that differences are sent to
 
     @property
@@ -77,7 +77,7 @@ def _shown(form: str, value: float | None) -> str:
 
 @dataclass
 class Tally:
-    """The running sums behind `Stats`. Times and counts arrive from the thread that runs the collectives."""
+    """The running sums behind `Stats`. Times and counts come from the thread that runs the collectives."""
 
     bytes_sent: int = 0
     bytes_plain: int = 0
@@ -104,27 +104,19 @@ class Tally:
         self.bytes_sent += nbytes
         self.bytes_plain += plain
 
+    def worked(self, stages: Sequence[tuple[int, float, float]]) -> None:
+        """A bucket is done, whose chunks worked at these times: 0 before a first message, 1 between two, -1 after.
 
-class BucketMeter:
-    """Takes the times of one bucket's chunks."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._stages: list[tuple[int, float, float]] = []
-
-    def stage(self, index: int, began: float, ended: float) -> None:
-        """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
-        self._tally.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
-        self._stages.append((index, began, ended))
-
-    def close(self) -> None:
-        """The bucket is done: the wire had the time from its first message to its last, less the work meanwhile."""
-        if not self._stages:
+        The wire had the time from the first message to the last, less the work meanwhile.
+        """
+        if not stages:
             return
-        sent = self._stages[0][2]
-        last = max(began for _, began, _ in self._stages)
-        work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
-        self._tally.seconds["wire_s"] += max(0.0, last - sent - work)
+        for index, began, ended in stages:
+            self.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
+        sent = stages[0][2]
+        last = max(began for _, began, _ in stages)
+        work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in stages)
+        self.seconds["wire_s"] += max(0.0, last - sent - work)
 
 
 class ErrorWatch:
@@ -150,7 +142,7 @@ class ErrorWatch:
 
 
 class StepErrors:
-    """What the roundings of a step lost, where it is measured, and of the last measured step in all."""
+    """What the roundings of a measured step lost, and the relative error of the last measured step."""
 
     def __init__(self) -> None:
         self.relative: float | None = None
@@ -182,7 +174,7 @@ class StepErrors:
         return self.relative
 
     def load(self, errors: Mapping[str, float]) -> None:
-        """Forget this step, and go on with the errors by parameter of a checkpoint."""
+        """Forget this step, and continue with a checkpoint's errors by parameter."""
         self._watches = []
         self._loaded = dict(errors)
 
@@ -195,7 +187,7 @@ class Handle:
         self._logs: list[tuple[Target, int]] = []  # and after how many steps each
 
     def stats(self) -> Stats:
-        """What compression did so far on this rank; `print` shows it as a table."""
+        """What compression has done on this rank; `print` shows a table."""
         raise NotImplementedError
 
     def log_to(self, target: Target, *, every: int = 100) -> Self:

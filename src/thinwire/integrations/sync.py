@@ -1,4 +1,4 @@
-"""Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
+"""Averages gradients over ranks, step after step: lanes, messages, feedback, statistics, and the check for NaN."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.models import PADDING, Names, ParameterSize
-from thinwire.integrations.stats import SECONDS, BucketMeter, Stats, StepErrors, Tally
+from thinwire.integrations.stats import SECONDS, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
 
@@ -34,13 +34,13 @@ ByName = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class GradientSet:
-    """What one message averages: gradients, flat and real, with their parameters' names and shapes."""
+    """The gradients that one message averages, flat and real, with their parameters' names and shapes."""
 
     names: Names
     shapes: Sequence[torch.Size]
-    buffer: Tensor | None  # what holds them all, one after the other; None if they are scattered
+    buffer: Tensor | None  # that holds them all, consecutively; None if they are scattered
     scattered: Sequence[Tensor] = ()
-    numels: Sequence[int] | None = None  # of their elements in the buffer, where a rank has a part of each
+    numels: Sequence[int] | None = None  # elements of each in the buffer, where a rank has a part of each
 
     @property
     def like(self) -> Tensor:
@@ -91,8 +91,8 @@ class GradientSync:
         self.errors = StepErrors()
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
-        self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
-        self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
+        self.peers: Sequence[dist.ProcessGroup] = ()  # other groups that have to decide alike: those of other shards
+        self.elsewhere: Iterable[str] = ()  # parameters of which they may hold a part and this rank none
         self._agreed = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
@@ -103,7 +103,7 @@ class GradientSync:
         self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
-        """Decide for `step`; all collectives of the last one are done. The group's first rank tells what is new."""
+        """Decide for `step`; all collectives of the last one are done. The group's first rank announces news."""
         before = self._began
         self._began = perf_counter()
         if group is not self.group:
@@ -118,7 +118,7 @@ class GradientSync:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
         news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
-        if self.chooser.raced:  # what the losers of a race remember is owed to nobody
+        if self.chooser.raced:  # what the losers of a race remember is not owed
             self.memories.load({}, {}, self.memories.kinds)
         if self.chooser.raced or self.chooser.setting != self._setting:
             self._setting = self.chooser.setting
@@ -149,33 +149,33 @@ class GradientSync:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         parts = zip(tensors, bucket.carries, watches, strict=True)
         loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
-        meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
-        stage = None if meter is None else meter.stage
-        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
+        stages: list[tuple[int, float, float]] = []
+        meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
+        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:
-            if meter is not None:
-                meter.close()
+            self.tally.worked(stages)
             return done.value()[0]
 
-        return work.get_future().then(finish)
+        averaged: Future[Tensor] = work.get_future().then(finish)
+        return averaged
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
-        """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""
+        """Replace what is remembered of gradients; on a mesh by nothing, since nothing there has feedback."""
         self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
         self.errors.load(errors)
         self._buckets.clear()
 
     def forget(self, gone: Collection[str]) -> None:
-        """Drop what is remembered of parameters whose gradients do not come any more, and say so."""
+        """Drop what is remembered of parameters whose gradients no longer come, and say so."""
         self.memories.forget(gone)
         for name in gone:
             self.chooser.sizes.pop(name, None)
         if self.group is not None and self.group.rank() == 0:
             some = ", ".join(sorted(gone)[:3])
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-            announce(f"no gradients come of {some}{more} in this run: what the loaded state remembers of it is dropped")
+            announce(f"{some}{more} has no gradients in this run: what the loaded state remembers of it is dropped")
 
     def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> Bucket:
         world = group.size()
@@ -187,9 +187,9 @@ class GradientSync:
         laid = tuple(lane.spec for lane in found)
         key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
         exact = all(isinstance(spec.codec, Identity) for spec in laid)
-        if not exact and key not in self._messages:  # codecs that come back need not agree on theirs again
+        if not exact and key not in self._messages:  # a codec that returns needs no new agreement
             made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
-            bounded(self._messages)[key] = made  # widths that are dealt anew for ever make them by the thousand
+            bounded(self._messages)[key] = made  # widths that keep changing would make thousands
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
         through = None if message is None else streamed(message, found, carries, numels)
@@ -197,12 +197,12 @@ class GradientSync:
         return Bucket(found, sum(numels), plain_bytes, message, carries, through)
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
-        """How a parameter travels or, if not all of it is here, a part of it or its padding."""
+        """How a parameter travels or, if not `whole`, a part of it or its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
         return self.chooser.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
     def stats(self, step: int) -> Stats:
-        """What compression did in `step` steps on this rank."""
+        """What compression has done in `step` steps on this rank."""
         tally = self.tally
         coded = [bucket for bucket in list(self._buckets.values()) if bucket.message is not None]
         numel = sum(bucket.numel for bucket in coded)
@@ -224,28 +224,28 @@ class GradientSync:
 
     @property
     def feedback(self) -> str:
-        """The kinds that are in use, or "none"."""
+        """The kinds in use, or "none"."""
         used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
         found = "+".join(sorted(used - {""})) or "none"
         return f"{found}+moments" if self.chooser.weighs and self.chooser.in_units else found
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
-    """What a rank sends of a sum without compression."""
+    """The bytes that a rank sends of an uncompressed sum."""
     return 2 * (world - 1) * numel * dtype.itemsize // world
 
 
 def over_groups(
     what: str, groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
 ) -> list[float]:
-    """The sum, or whatever `op` is, of every rank's values over these groups, one after the other."""
+    """The values of all ranks of these groups, reduced by `op` over one group after the other."""
     for group in groups:
         values = torch_verbs.agree(what, values, op, group, device)
     return list(values)
 
 
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
-    """As DDP does it without a hook."""
+    """As DDP does without a hook."""
     views = list(gradients.views)
     whole = torch.cat(views) if gradients.buffer is None else gradients.buffer
 

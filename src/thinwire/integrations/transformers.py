@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that lets what its ranks send each other travel compressed.
+"""Hugging Face's Trainer: a callback that compresses what its ranks send each other.
 
 trainer = Trainer(model, args, train_dataset=..., callbacks=[Compress("int8")])    # the rest of the script stays
 """
@@ -15,7 +15,7 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.choice.options import CodecChoice, check_options
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
 from thinwire.integrations.models import living
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
@@ -25,27 +25,34 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     )
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire.integrations.accelerate import Alone, Handle, Keywords, compress_prepared, load_shared
+from thinwire.integrations.accelerate import Alone, Handle, compress_prepared, load_shared
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json
 _LOGGED = ("bytes_sent", "ratio", "bits_per_element", "relative_error", "nonfinite")
 
 
-class Compress(TrainerCallback):  # type: ignore[misc]
-    """Let what a Trainer's ranks send each other in `train` travel compressed.
+class TrainerCompress(TrainerCallback):  # type: ignore[misc]
+    """Compress what a Trainer's ranks send each other in `train`.
 
     A model in DDP goes to `thinwire.compress_ddp`, one that FSDP2 shards to `thinwire.compress_fsdp`. Options are those
     of these functions; `optimizer` need not be given, since the Trainer's own is known. `handle` is what they returned:
-    `handle.stats()` tells what was sent. Bytes and errors go into the Trainer's logs as `thinwire/...`. Checkpoints
-    hold what feedback remembers on all ranks, in the file thinwire.pt, and `resume_from_checkpoint` goes on from it.
+    `handle.stats()` says what was sent. Bytes and errors go into the Trainer's logs as `thinwire/...`. Checkpoints
+    hold what feedback remembers on all ranks, in the file thinwire.pt, and `resume_from_checkpoint` loads it.
     """
 
-    def __init__(self, codec: CodecChoice = "int8", **options: Unpack[Keywords]) -> None:
-        check_options(codec, options)
+    def __init__(
+        self,
+        codec: CodecChoice = "int8",
+        *,
+        weights: CodecLike | None = None,
+        replica: bool | None = None,
+        **options: Unpack[DDPKeywords],
+    ) -> None:
+        self._options = {**options, **given(weights=weights, replica=replica)}
+        check_options(codec, self._options)
         self.handle: Handle | None = None
         self._codec = codec
-        self._options = options
         self._model: Callable[[], Any] = lambda: None  # what is compressed, as long as it lives
         self._run = ""  # the name of this run, in the checkpoints that it writes
 
@@ -57,8 +64,8 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log before others
         if self.handle is None or trainer.model_wrapped is not self._model():
-            options: Any = {"optimizer": trainer.optimizer, **self._options}
-            self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, **options)
+            options = {"optimizer": trainer.optimizer, **self._options}
+            self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, options)
             self._model = weakref.ref(trainer.model_wrapped)
         if isinstance(self.handle, Alone):
             return
@@ -68,7 +75,7 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         _stateful(state)[_KEY] = {"run": self._run}
 
     def _read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-        """What the checkpoint that the Trainer goes on from holds of ours; it does not say where that is."""
+        """Our state from the checkpoint that the Trainer resumes from; it does not say where that is."""
         run = _stateful(state).get(_KEY, {}).get("run")
         folders = [_folder(args, state)]
         if isinstance(args.resume_from_checkpoint, str):
@@ -80,9 +87,9 @@ class Compress(TrainerCallback):  # type: ignore[misc]
                     return dict(saved["state"])
         if run is not None and state.is_world_process_zero:
             warnings.warn(
-                f"the run goes on from step {state.global_step} without what compression remembered there: its "
-                f"{_FILE} is not in {' nor in '.join(map(str, folders))}. Where the checkpoint lies elsewhere, say so "
-                "in TrainingArguments(resume_from_checkpoint=...) too",
+                f"the run resumes from step {state.global_step} without what compression remembered there: its "
+                f"{_FILE} is not in {' nor in '.join(map(str, folders))}. If the checkpoint is elsewhere, name it "
+                "in TrainingArguments(resume_from_checkpoint=...), too",
                 stacklevel=2,
             )
         return {}
@@ -95,7 +102,7 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Losses are logged: add what was sent, before others report them."""
+        """Add what was sent to the logged losses, before other callbacks report them."""
         if self.handle is None or not logs or "loss" not in logs or not state.is_world_process_zero:
             return
         stats = self.handle.stats()
@@ -104,13 +111,16 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(found)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer has written a checkpoint, from which rank 0's file is still missing."""
+        """The Trainer has written a checkpoint: add rank 0's file."""
         if self.handle is None or self.handle.closed or args.save_only_model or state.is_hyper_param_search:
             return
         saved = self.handle.state_dict(gather=True)
         if not saved:
             return
         checkpoint.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
+
+
+Compress = TrainerCompress
 
 
 def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:
@@ -126,7 +136,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _trainer_of(state: TrainerState) -> Trainer:
-    """The Trainer whose state this is. It tells callbacks neither of itself nor of the wrapped model."""
+    """The Trainer whose state this is. It passes callbacks neither itself nor the wrapped model."""
     for trainer in living(Trainer):
         if vars(trainer).get("state") is state:
             return trainer

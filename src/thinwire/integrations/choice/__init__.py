@@ -31,7 +31,7 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks have agreed on, besides the options; the same on all of them."""
+    """What ranks have agreed on, apart from the options; the same on all of them."""
 
     family: str | None = None  # of the optimizers
     keeps_moments: bool = False  # whether one of them keeps second moments
@@ -198,7 +198,7 @@ class Chooser:
         self.agreed = replace(self.agreed, **news)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
-        """Choose every layer's width anew, by the errors of all ranks."""
+        """Choose every layer's width by the errors of all ranks."""
         names = sorted(errors)
         summed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
         if not all(math.isfinite(value) for value in summed):
@@ -295,9 +295,9 @@ class Chooser:
     def weighed(self, names: Names) -> list[int]:
         """Which of these parameters' gradients are weighed at this step."""
         if names not in self._weighed:
-            known = [(i, name, self.sizes[name]) for i, name in enumerate(names) if name in self.sizes]
-            able = self.policy.is_weighed
-            self._weighed[names] = [i for i, *of in known if able(self.step, self.agreed, *of)]
+            sizes = self.sizes
+            able = functools.partial(self.policy.is_weighed, self.step, self.agreed)
+            self._weighed[names] = [i for i, name in enumerate(names) if name in sizes and able(name, sizes[name])]
         return self._weighed[names]
 
     @property

@@ -82,9 +82,8 @@ class Moments:
     def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
         """Compare with the other ranks which moments there are; all ranks call it at the same steps.
 
-        Where moments are gone, since the optimizer was replaced or its state cleared, ranks look for them anew. Where a
-        tensor's are zeros, as after gradients of zeros, it has no unit yet. Where ranks are uneven, those that were
-        alike are compared at every step, until none are.
+        If moments are gone, because the optimizer was replaced or its state cleared, ranks look again. A tensor whose
+        moments are zeros has no unit yet. If ranks are uneven, moments are compared at every step until none are alike.
         """
         if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
             self.shared = frozenset()
@@ -107,7 +106,7 @@ class Moments:
             self._tried = _TRIES[-1]
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What the gradients of these parameters, which are all shared, are divided by."""
+        """The divisors of these parameters' gradients; all of them are shared."""
         moments = [moment.float() for moment in map(self._of, parameters) if moment is not None]
         assert len(moments) == len(parameters), "`look` comes before"
         roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), FLOOR))

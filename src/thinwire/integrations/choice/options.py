@@ -169,7 +169,7 @@ def leading(families: Sequence[str]) -> str:
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Options, for type checkers, that compress_ddp and compress_fsdp both take."""
+    """Options that both compress_ddp and compress_fsdp take, for type checkers."""
 
     feedback: Feedback
     exempt: Exempt
@@ -185,7 +185,7 @@ class SharedKeywords(TypedDict, total=False):
 
 
 class DDPKeywords(SharedKeywords, total=False):
-    """Those of compress_ddp besides the codec: the fields of DDPOptions."""
+    """Options of compress_ddp, apart from the codec: the fields of DDPOptions."""
 
     weigh: Weigh
     algorithm: Algorithm
@@ -226,7 +226,7 @@ class DDPOptions:
         check_algorithm(self.algorithm, ALGORITHMS)
         if self.weigh == "moments" and self.feedback in KINDS:
             raise CodecError(
-                f"weigh='moments' goes without feedback, which would be remembered in units that change, got "
+                f"weigh='moments' excludes feedback, which would be remembered in changing units, got "
                 f"feedback={self.feedback!r}: leave out one of them"
             )
         for name, least in (("replan_every", 1), ("measure_every", 0)):
@@ -250,24 +250,24 @@ class DDPOptions:
 
     @property
     def agreed(self) -> str:
-        """What all ranks have to be given alike, in one line: the codec, and whatever is not as by default."""
+        """What all ranks have to agree on, in one line: the codec, and whatever differs from the default."""
         elsewhere = ("warmup_steps", "inside")  # in the schedule, and with the mesh
         named = [field for field in fields(self) if field.name not in elsewhere]
-        spelt = {field.name: found for field in named if (found := getattr(self, field.name)) != field.default}
-        spelt["codec"] = self.schedule
+        written = {field.name: found for field in named if (found := getattr(self, field.name)) != field.default}
+        written["codec"] = self.schedule
         if callable(self.exempt):
-            spelt["exempt"] = "a function"
+            written["exempt"] = "a function"
         if self.policy:
-            spelt["policy"] = "; ".join(f"{pattern}={codec}" for pattern, codec in self.policy.items())
+            written["policy"] = "; ".join(f"{pattern}={codec}" for pattern, codec in self.policy.items())
         if self.optimizer is not None:
-            spelt["optimizer"] = self._kind
+            written["optimizer"] = self._kind
         if self.nodes is not None:
-            spelt["mesh"] = f"{self.nodes.mesh.mesh.tolist()} in {self.nodes.inside}"
-        return ", ".join(f"{name}={value}" for name, value in sorted(spelt.items()))
+            written["mesh"] = f"{self.nodes.mesh.mesh.tolist()} in {self.nodes.inside}"
+        return ", ".join(f"{name}={value}" for name, value in sorted(written.items()))
 
     @property
     def _kind(self) -> str:
-        """What of the optimizers changes messages."""
+        """What messages depend on."""
         return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
 
     @property
@@ -288,7 +288,7 @@ class DDPOptions:
 
     @property
     def nodes(self) -> Nodes | None:
-        """The mesh and what travels inside its nodes, or an error that says why they cannot be."""
+        """The mesh and the codec inside its nodes; raises if they do not fit."""
         mesh = self.mesh
         chosen = registry.codec(self.inside)
         if mesh is None:
@@ -314,17 +314,16 @@ class DDPOptions:
 
 def settings_of(optimizer: Optimizer) -> str:
     """An optimizer and its settings that are not zero, to compare with other ranks'."""
-    told = []
+    groups = []
     for settings in optimizer.param_groups:
         plain = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in settings.items()}
-        found = {name: v for name, v in plain.items() if v and isinstance(v, int | float | str | tuple)}
-        spelt = [f"{name}={value}" for name, value in sorted(found.items())]
-        told.append(", ".join([f"{len(settings['params'])} parameters", *spelt]))
-    return f"{type(optimizer).__name__}({'; '.join(told)})"
+        kept = [f"{name}={v}" for name, v in sorted(plain.items()) if v and isinstance(v, int | float | str | tuple)]
+        groups.append(", ".join([f"{len(settings['params'])} parameters", *kept]))
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
 
 
 def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
-    """Raise if an option of compress_ddp or compress_fsdp could not be of any use, whatever the model will be."""
+    """Raise if an option of compress_ddp or compress_fsdp is wrong for any model."""
     for name in ("inside", "weights"):
         if name in options:
             registry.codec(options[name])
@@ -334,12 +333,17 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
     DDPOptions(codec, **rest)
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """Those options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
-    """Raise for keywords that are none of a function's options."""
+    """Raise for keywords that are not options of a function."""
     known = [name for name in _parameters(DDPOptions) if name in keywords.__optional_keys__]
     for name in given:
         if name not in known:
-            raise TypeError(f"{function}() has no option {name!r}; besides the codec it takes {', '.join(known)}")
+            raise TypeError(f"{function}() has no option {name!r}; apart from the codec it takes {', '.join(known)}")
 
 
 def spelled_out(function: Function) -> Function:

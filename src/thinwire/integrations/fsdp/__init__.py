@@ -1,6 +1,8 @@
-"""FSDP2 and HSDP: gradients, and weights, that travel compressed.
+"""FSDP2 and HSDP: compressed communication of gradients and weights.
 
 handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # after fully_shard; the rest stays
+
+torch_internals (torch's private names) → this file (the handle) → rows (of a flat buffer, in lanes) → collectives.
 """
 
 import functools
@@ -44,11 +46,11 @@ from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
 from thinwire.log import announce
 
-_NARROW = 8  # bits of weights from which rounding them at every step does no harm
+_NARROW = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
 
 
 class FSDPState(Handle):
-    """Compression of one FSDP2 model: what `compress_fsdp` returns."""
+    """Compression of one FSDP2 model: the result of `compress_fsdp`."""
 
     def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class FSDPState(Handle):
             self._syncs = {"shards": self._shards}
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gatherers: list[Gatherer] = []
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         self._guard = None
         if options.on_nonfinite == "raise":
             self._guard = NonfiniteGuard()
@@ -78,11 +80,11 @@ class FSDPState(Handle):
 
     @property
     def step(self) -> int:
-        """Steps so far: sums of all gradients over all ranks."""
+        """Number of steps: sums of all gradients over all ranks."""
         return self._sync.step
 
     def _log(self, done: int) -> None:
-        """After so many steps, on the rank that is the first of both its groups."""
+        """Write logs after `done` steps, on the rank that is the first of both its groups."""
         first = self._groups[0]
         self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
 
@@ -107,13 +109,13 @@ class FSDPState(Handle):
         self._shards.expect(given)
         self._expected = group.parameters(call.sources)
         if call.dtype not in DTYPES:
-            self._tell(f"gradients of {call.dtype} travel as they are")
+            self._announce(f"gradients of {call.dtype} are not compressed")
         if self._guard is not None:
             names = [parameter.name for parameter in self._expected]
-            self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
+            self._guard.look(names[::-1], call.gradients[::-1])  # in the order of the backward pass
             after_backward(functools.partial(self._check_finite, self._guard))
         if self._sync is not self._shards and group.replicas is not None:
-            # What these do at this step holds inside a node too, and is decided before the first sum there.
+            # What is decided for replicas holds inside a node, too: decide before the first sum there.
             self._sync.expect(given, now=call.sums_replicas)
             self._sync.begin(group.replicas, call.gradients[0].device)
             if call.sums_replicas and self._chooser.compresses and call.dtype in DTYPES:
@@ -124,7 +126,7 @@ class FSDPState(Handle):
                 self._sync.tally.sent(plain_bytes, plain_bytes)
 
     def _check_meshes(self) -> None:
-        """Raise unless the ranks that share the first group's parameters share all."""
+        """Raise unless all ranks look at the same parameters."""
         meshes = {(group.shards, group.replicas) for group in self._groups}
         sharing = any(parameter.in_tensor_parallel for group in self._groups for parameter in group.parameters())
         if len(meshes) > 1 or sharing:
@@ -142,7 +144,7 @@ class FSDPState(Handle):
         means = [p.gradient for p in held if p.gradient is not None and p.gradient.numel()]
         device = self._groups[0].device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # FSDP2 reduces on streams of its own, and may not have waited for them
+            torch.cuda.synchronize(device)  # FSDP2 reduces on its own streams, and may not have waited for them
         spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
         groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
         guard.compare(self.step - 1, groups, dist.get_rank(), dist.get_world_size(), spoiled, device)
@@ -164,17 +166,17 @@ class FSDPState(Handle):
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
-            self._tell("weights of fp64, of several dtypes or of integers are gathered as the bytes they are")
+            self._announce("weights of fp64, of several dtypes or of integers are not compressed")
         return gatherer.gather(output, input, group)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _announce(self, text: str) -> None:
+        if text not in self._announced:
+            self._announced.add(text)
             if dist.get_rank() == 0:
                 announce(f"compress_fsdp: {text}")
 
     def stats(self) -> Stats:
-        """What compression did so far on this rank, weights included; `print` shows it as a table."""
+        """What compression has done on this rank, weights included; `print` shows a table."""
         own = self._sync.stats(self.step)
         shards = Tally() if self._shards is self._sync else self._shards.tally
         replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
@@ -187,19 +189,19 @@ class FSDPState(Handle):
         )
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own.
+        """What a checkpoint needs to resume bit-exactly, sharded like the model: every rank saves its own.
 
-        gather: every rank calls it, the first rank gets one state with what all remember, the others an empty one.
-            All load that one state.
+        gather: every rank calls it; the first gets one state of all ranks, which all ranks can load, the others an
+            empty one.
         """
         layout = self._layout
         own = checkpoint.export(layout, self._sync, self._gatherers, self._steps)
         return checkpoint.gather(layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
-        """A state of zeros for torch.distributed.checkpoint, which fills one in place.
+        """A state of zeros for torch.distributed.checkpoint, which fills it in place.
 
-        It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
+        It holds what this rank needs of what `world` ranks saved: the shards' group or, with replicas, the replicas.
         """
         self._chooser.check_family("compress_fsdp")
         layout = self._layout
@@ -207,9 +209,9 @@ class FSDPState(Handle):
         return checkpoint.export(layout, self._sync, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
+        """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
-        Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
+        In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
         for name, sync in self._syncs.items():
@@ -220,11 +222,11 @@ class FSDPState(Handle):
         return {name: sync.step for name, sync in self._syncs.items()}
 
     @property
-    def _layout(self) -> checkpoint.Layout:
-        return checkpoint.Layout(self._groups)
+    def _layout(self) -> checkpoint.ShardLayout:
+        return checkpoint.ShardLayout(self._groups)
 
     def close(self) -> None:
-        """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""
+        """Return to plain FSDP2 and drop all residuals. `compress_fsdp` may be called again."""
         self.closed = True
         self._chooser.moments.stop()
         for group in self._groups:
@@ -246,7 +248,7 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
 
 
 def _no_less(inside: Codec, across: CodecLike) -> Codec:
-    """The codec inside a node of what travels as `across` between nodes: exact where that is."""
+    """The codec inside a node for what uses `across` between nodes: exact if that is."""
     found = registry.codec(across)
     return found if isinstance(found, Identity) else inside
 
@@ -270,7 +272,7 @@ def compress_fsdp(
     replica: bool | None = None,
     **options: Unpack[SharedKeywords],
 ) -> FSDPState:
-    """Let the gradients of an FSDP2 model travel compressed, and its weights if you ask for it.
+    """Compress an FSDP2 model's gradient communication and, if asked, the gathering of its weights.
 
     Call it after `fully_shard`, before or after the first step. The result has `stats()`, `state_dict()`,
     `load_state_dict()` and `close()`.
@@ -278,17 +280,17 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences: see `replica`.
+        copy of all weights and receive differences (`replica`).
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
-        codec and optimiser, as for compress_ddp.
+        codec and optimizer, as for compress_ddp.
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
-    policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions.
-    inside: with replicas, the codec of the sum over shards inside a node. What travels uncompressed between replicas,
-        a whole step or a parameter, does so inside a node too.
-    replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
-        gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
+    policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first match wins, before exemptions.
+    inside: with replicas, the codec of the sum over shards inside a node. What is not compressed between replicas, a
+        whole step or a parameter, is not compressed inside a node either.
+    replica: keep a copy of all weights on every rank, and send differences to it. None does so if FSDP keeps
+        gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has fewer than 8 bits.
     on_nonfinite: as for compress_ddp. "raise" needs one mesh for all parameters, and costs one small all_reduce
         per backward pass.
     warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.

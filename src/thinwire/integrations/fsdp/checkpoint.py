@@ -1,13 +1,13 @@
-"""The state of a compressed FSDP2 run, for torch.distributed.checkpoint, on the same number of ranks or another.
+"""Saves and loads the state of a compressed FSDP2 run, also onto another number of ranks.
 
 | key | holds | of |
 |---|---|---|
-| ranks | what rank k's messages still owe, whole parameters | every rank of the shards' group its own |
-| ranks, with replicas | the same, sharded like the parameters | every replica its own |
-| mean | what EF21 added up, sharded like the parameters | all ranks together |
-| replica | the copies that differences are sent to, sharded like the parameters | all ranks together |
+| ranks | what rank k's messages still owe, whole parameters | each rank of the shards' group |
+| ranks, with replicas | the same, sharded like the parameters | each replica |
+| mean | EF21's sums of means, sharded like the parameters | all ranks together |
+| replica | the copies to which differences are sent, sharded like the parameters | all ranks together |
 
-On another number of ranks, rank k's goes to rank k % world, so that the sum over ranks stays.
+On another number of ranks, what rank k owes goes to rank k % world, so that the sum over ranks is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
 
-class Layout:
+class ShardLayout:
     """Which ranks remember what, of the groups of one model."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
@@ -46,14 +46,14 @@ class Layout:
         ranks = next(iter(found), (dist.get_rank(),))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        # Ranks of other groups, as tensor parallelism has them, remember other things under the same names.
+        # With tensor parallelism, ranks of other groups remember other things under the same names.
         self.column = "" if self.replicated or ranks[0] == 0 else f"/{ranks[0]}"
 
     def key(self, rank: int) -> str:
         return f"{rank}{self.column}"
 
     def read(self, residuals: Parts) -> dict[str, Tensor]:
-        """What this rank remembers, by parameter, as a checkpoint has it."""
+        """What this rank remembers, by parameter, as in a checkpoint."""
         if self.replicated:
             return {n: self.parameters[n].shard_of_replica(values.float()) for n, values in residuals.items()}
         found = {}
@@ -77,7 +77,7 @@ class Layout:
         return found
 
     def spread(self, saved: Parts) -> dict[str, Tensor]:
-        """The same as the ledger of this world has it."""
+        """The same, by the names of this world's ledger."""
         found = {}
         for name, values in saved.items():
             parameter = self._known(name, values)
@@ -105,9 +105,9 @@ class Layout:
 
 
 def export(
-    layout: Layout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
+    layout: ShardLayout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
 ) -> dict[str, Any]:
-    """What this rank saves or, if `world` is given, zeros for what it needs of what so many ranks saved."""
+    """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
     memories = sync.memories
     meant = [name for name, (_, kind) in sync.chooser.remembered().items() if kind == "ef21"]
     means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
@@ -133,11 +133,11 @@ def export(
     }
 
 
-def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all ranks as one, with whole parameters, on the first rank; an empty one on the others."""
+def gather(layout: ShardLayout, own: Mapping[str, Any]) -> dict[str, Any]:
+    """One state of all ranks, with whole parameters, on the first rank; an empty one on the others."""
     if any(parameter.in_tensor_parallel for parameter in layout.parameters.values()):
         raise CollectiveError(
-            "gather=True does not know tensor parallelism: save state_dict() with torch.distributed.checkpoint"
+            "gather=True does not support tensor parallelism: save state_dict() with torch.distributed.checkpoint"
         )
     shards, replicas = layout.groups
     key = layout.key(layout.rank)
@@ -166,7 +166,7 @@ def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def _whole(layout: ShardLayout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sharded tensors as whole ones, on the first rank of the shards."""
     own = {name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}
     rows = checkpoint.gather_parts(own, shards)
@@ -176,16 +176,16 @@ def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> di
 @checkpoint.reading()
 def load(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    layout: Layout,
+    layout: ShardLayout,
     sync: GradientSync,
     gatherers: Sequence[Gatherer],
 ) -> dict[str, int]:
-    """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
+    """Load a state on this rank, its own or those of all ranks. Returns the steps to continue with."""
     states = list(state) if isinstance(state, Sequence) else [state]
     head = checkpoint.head_of(states, "steps")
     if head["replicated"] != layout.replicated:
         raise CollectiveError(
-            "load_state_dict: a state with replicas of shards and one without remember different things: load it into "
+            "load_state_dict: states with and without replicas of shards remember different things: load it into "
             "a model on a mesh of as many dimensions"
         )
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}

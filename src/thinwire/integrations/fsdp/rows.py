@@ -1,11 +1,11 @@
-"""Gradients and weights of a model that ranks hold in shards, step after step: sums of rows, and rows gathered.
+"""Sums of sharded gradients, and gathers of sharded weights.
 
-A row is what a rank owns of a flat buffer: its shards of some parameters, one after the other, padded alike on all
-ranks.
+A row is a rank's part of a flat buffer: its shards of some parameters, one after the other, with the same padding on
+all ranks.
 
-[Note: Differences] A rounded weight is wrong by as much at every step, and below 8 bits that shows. Where every rank
-keeps what it gathered last, the owner of a shard sends the difference to that: it is small, and what one message loses
-is in the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
+[Note: Differences] Rounding a weight makes the same error at every step, which matters below 8 bits. If every rank
+keeps what it gathered last, the owner of a shard sends the difference: it is small, and what one message loses is in
+the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
 """
 
 import itertools
@@ -29,12 +29,12 @@ from thinwire.integrations.stats import Tally
 from thinwire.integrations.sync import Bucket, GradientSync
 from thinwire.kernels.rows import Bad
 
-_MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
+_MANY = 1 << 20  # elements, to compare the bytes of a codec with the numbers themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
 
 
 class Columns:
-    """Rows of `width` elements, all laid out alike, as lanes: columns that share a codec and a feedback.
+    """Rows of `width` elements with the same layout, cut into lanes: columns that share a codec and a feedback.
 
     The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
     """
@@ -49,7 +49,7 @@ class Columns:
         self._bridged = torch.cat(inside) if inside else None
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Every lane's columns of a matrix, which changes."""
+        """Every lane's columns of a matrix, which is modified."""
         first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
         others = [rows.index_select(1, index) for index in self._index[first:]]
         if self._bridged is not None:
@@ -57,7 +57,7 @@ class Columns:
         return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
 
     def blank(self, rows: Tensor) -> list[Tensor]:
-        """Places for every lane's columns of a matrix, which `join` puts together."""
+        """Room for every lane's columns of a matrix, for `join`."""
         blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index]
         return [rows, *blanks] if self._in_place else blanks
 
@@ -68,7 +68,7 @@ class Columns:
 
 
 def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tuple[feedback.Piece, ...]:
-    """The elements of a lane's rows, by parameter and row; what is no parameter's is padding."""
+    """The elements of a lane's rows, by parameter and row; the rest is padding."""
     found = []
     for row, numels in enumerate(held):
         for piece in lane.pieces:
@@ -79,7 +79,7 @@ def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tup
 
 
 def row_name(name: str, row: int) -> str:
-    """What a parameter's part in the row of a rank is called."""
+    """The name of a parameter's part in a rank's row."""
     return f"{name}{feedback.ROW}{row}"
 
 
@@ -132,7 +132,7 @@ class ShardSync(GradientSync):
         group: dist.ProcessGroup,
         scale: float,
     ) -> bool:
-        """output = scale * the sum over ranks of their rows for this one; False if torch is to do it."""
+        """output = scale * the sum over ranks of their rows for this rank; False if torch has to do it."""
         names = tuple(parameter.name for parameter in parameters)
         key = names, input.dtype, input.device, group.group_name, scale
         if key not in self._buckets:
@@ -153,7 +153,7 @@ class ShardSync(GradientSync):
         return True
 
     def _next_note(self, device: torch.device) -> Bad:
-        """Where the next program notes that it met numbers which are not finite."""
+        """Where the next program notes numbers that are not finite."""
         if self._note is None:
             self._note = self.tally.new_note(device)
         self._calls = self._calls % (1 << 30) + 1
@@ -182,10 +182,10 @@ class ShardSync(GradientSync):
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
-        if len(self._messages) >= MOST_KINDS:  # a divisor that changes at every step makes them by the thousand
+        if len(self._messages) >= MOST_KINDS:  # a divisor that changes at every step would make thousands
             self._messages.clear()
             self._buckets.clear()
-        if key not in self._messages:  # codecs that come back need not agree on theirs again
+        if key not in self._messages:  # a codec that returns needs no new agreement
             self._messages[key] = ScatterMessage(laid, like, group, scale)
         message: ScatterMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
@@ -198,7 +198,7 @@ class ShardSync(GradientSync):
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype are better sent as they are."""
+    """Whether a codec saves no bytes for this dtype."""
     return isinstance(codec, Identity) or codec.wire_bytes(_MANY, dtype) >= _MANY * dtype.itemsize
 
 
@@ -214,14 +214,14 @@ class Gatherer:
         self._tally = tally
         self.differences = differences
         self.copy = feedback.RowCopy()  # of the last rows of all ranks
-        self.sent = 0  # gathers that did so, the first of them exactly
+        self.sent = 0  # gathers of differences; the first was exact
         self._rank = 0
         self._padding: Tensor | None = None  # which elements of the own row it is
         self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
         self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
-        """output = the rows of all ranks, of which `input` is the own; False if torch is to do it."""
+        """output = the rows of all ranks, `input` is this rank's; False if torch has to do it."""
         plain_bytes = (group.size() - 1) * input.nbytes
         if input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
             self._tally.sent(plain_bytes, plain_bytes)
@@ -258,11 +258,11 @@ class Gatherer:
 
     @property
     def name(self) -> str:
-        """Of its first parameter."""
+        """The name of its first parameter."""
         return self._parameters[0].name
 
     def state(self) -> dict[str, Tensor]:
-        """The shards of the copy that this rank owns, by parameter."""
+        """This rank's shards of the copy, by parameter."""
         if not self.differences:
             return {}
         row = torch.zeros(self._width) if self._loaded is None else self._loaded.float()
@@ -272,7 +272,7 @@ class Gatherer:
         return {p.name: p.shard(part) for p, part in zip(self._parameters, parts, strict=True)}
 
     def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
-        """Go on from shards of a copy, which the next gather brings together; from none if there are none."""
+        """Load shards of a copy, which the next gather completes; no copy if some are missing."""
         found = [saved.get(parameter.name) for parameter in self._parameters]
         parts = [p.part(shard) for p, shard in zip(self._parameters, found, strict=True) if shard is not None]
         self._loaded = torch.cat(parts) if sent and len(parts) == len(self._parameters) else None

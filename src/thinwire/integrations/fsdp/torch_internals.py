@@ -1,9 +1,9 @@
-"""What thinwire uses of torch's FSDP2 that torch keeps private: every such name is in this file.
+"""The private names of torch's FSDP2 that thinwire uses: all of them are in this file.
 
 FSDP2 cuts a model into parameter groups. Each gathers its parameters with an `AllGather` and reduces their gradients
-with a `ReduceScatter`, both exchangeable. Neither is told which parameters it carries, and with replicas of shards
+with a `ReduceScatter`; both can be replaced. Neither learns which parameters it carries, and with replicas of shards
 (HSDP) torch sums over these itself. So the one function that reduces a group's gradients, `foreach_reduce`, is wrapped:
-before it runs, a thinwire `ReduceScatter` sees its arguments by name. Other models pass through it as they are.
+before it runs, a thinwire `ReduceScatter` sees its arguments by name. Other models are not affected.
 """
 
 import functools
@@ -33,8 +33,8 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 except ImportError as error:
     raise CollectiveError(
-        f"compress_fsdp needs FSDP2 as torch 2.11 to 2.15 have it; torch {torch.__version__} has no such names "
-        f"({error}): use one of those, or the hooks of torch with thinwire.reduce_scatter_tensor"
+        f"compress_fsdp needs FSDP2 as torch 2.11 to 2.15 have it; torch {torch.__version__} lacks some names "
+        f"({error}): use one of those, or torch's own hooks with thinwire.reduce_scatter_tensor"
     ) from error
 
 _ARGUMENTS = (
@@ -53,13 +53,13 @@ _ARGUMENTS = (
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter, and its part in every rank's row of a flat buffer."""
+    """A parameter and its parts in every rank's row of a flat buffer."""
 
     name: str
-    shape: torch.Size  # of all of it
+    shape: torch.Size  # of the whole parameter
     numel: int  # of a part, padding included
-    held: int  # of this rank's part, without
-    in_tensor_parallel: bool  # whether it is itself a part of a parameter, which tensor parallelism cuts
+    held: int  # of this rank's part, without padding
+    in_tensor_parallel: bool  # whether tensor parallelism cuts it, too
     source: Any  # torch's own FSDPParam
 
     @property
@@ -75,14 +75,14 @@ class ShardedParameter(NamedTuple):
         return max(0, min(self.numel, self.shape.numel() - rank * self.numel))
 
     def whole(self, rows: Tensor) -> Tensor:
-        """All of it, of the parts of all ranks, one a row."""
+        """The whole parameter, from all ranks' parts (one per row)."""
         dim = self.source.fsdp_placement.dim
         if dim == 0:
             return rows.reshape(-1)[: self.shape.numel()].view(self.shape)
         return torch.cat(rows.view(-1, *self.source.padded_sharded_param_size).unbind(), dim)
 
     def rows(self, whole: Tensor, world: int) -> Tensor:
-        """The parts of all ranks, one a row, padded with zeros."""
+        """All ranks' parts (one per row), padded with zeros."""
         rows = whole.new_zeros(world, self.numel)
         dim = self.source.fsdp_placement.dim
         if dim == 0:
@@ -97,7 +97,7 @@ class ShardedParameter(NamedTuple):
         return found
 
     def shard_of_replica(self, part: Tensor) -> DTensor:
-        """The same among the shards of this replica alone."""
+        """The same, but sharded over this replica only."""
         mesh = self.source.mesh_info.mesh
         own = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
         local = part[: self.held].reshape(self.source.sharded_size).clone()
@@ -107,7 +107,7 @@ class ShardedParameter(NamedTuple):
         )
 
     def part(self, shard: Tensor) -> Tensor:
-        """This rank's part, padded, of what `shard` or `shard_of_replica` gave, or of all of it in a plain tensor."""
+        """This rank's part, padded, of a result of `shard` or `shard_of_replica`, or of a whole plain tensor."""
         if not isinstance(shard, DTensor):
             mesh = self.source.mesh_info
             return self.rows(shard.view(self.shape), mesh.shard_mesh_size)[mesh.shard_mesh_rank]
@@ -145,7 +145,7 @@ class ParameterGroup:
         return bool(self._group._training_state == TrainingState.PRE_BACKWARD)
 
     def parameters(self, sources: Sequence[Any] | None = None) -> list[ShardedParameter]:
-        """Those of a list that torch gave, or all, in the order of the flat buffer."""
+        """The parameters of a list from torch, or all, in the order of the flat buffer."""
         given = self._group.fsdp_params if sources is None else sources
         key = tuple(map(id, given))
         if key not in self._found:
@@ -166,25 +166,27 @@ class ParameterGroup:
 
     @property
     def is_resharded(self) -> bool:
-        """Whether parameters lie in larger shards, as a forward pass left them (reshard_after_forward=2)."""
+        """Whether parameters are in larger shards after a forward pass (reshard_after_forward=2)."""
         return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
 
     def check(self, *, gathers: bool) -> None:
-        """Raise unless torch's own reduces the gradients and, if weights are to be gathered too, gathers them."""
+        """Raise unless torch's default reduces the gradients and, with `gathers`, gathers the weights."""
         for present, kind in (
             (self._group._reduce_scatter_comm, DefaultReduceScatter),
             (self._group._all_gather_comm if gathers else None, DefaultAllGather),
         ):
             if isinstance(present, ScatterComm | GatherComm):
-                raise CollectiveError("this model is compressed already: close() the handle compress_fsdp gave first")
+                raise CollectiveError(
+                    "this model is already compressed: close() the handle that compress_fsdp returned first"
+                )
             if present is not None and type(present) is not kind:
                 raise CollectiveError(
-                    f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp takes its "
-                    "place only where torch's default is"
+                    f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp replaces "
+                    "only torch's default"
                 )
 
     def install(self, scatter: "ScatterComm", gather: "GatherComm | None") -> None:
-        """Take the place of torch's own, which later stand in for what is not compressed."""
+        """Replace torch's own, which still serve what is not compressed."""
         self._group._reduce_scatter_comm = scatter
         if gather is not None:
             self._group._all_gather_comm = gather
@@ -213,7 +215,7 @@ class ScatterComm(DefaultAllocMixin, ReduceScatter):
 
 
 class GatherComm(DefaultAllocMixin, AllGather):
-    """Gathers the parameters of a group through `gather`, or as torch does."""
+    """Gathers the parameters of a group through `gather`, or like torch."""
 
     def __init__(self, gather: Callable[..., bool]) -> None:
         self._gather = gather
@@ -228,7 +230,7 @@ class GatherComm(DefaultAllocMixin, AllGather):
 
 
 def gather_exactly(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """As FSDP2 gathers by itself."""
+    """Gather like FSDP2 itself."""
     DefaultAllGather()(output, input, group)
 
 
@@ -243,10 +245,10 @@ class ReduceCall:
         self.sums_replicas = arguments["all_reduce_grads"] and arguments["all_reduce_group"] is not None
 
     def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
-        """Let `average` take the place of torch's own sum over replicas.
+        """Replace torch's own sum over replicas by `average`.
 
-        torch divides by what it knows of: without the replicas' group, by the shards alone. So the replicas are
-        averaged, or summed where the divisor is given and holds them already.
+        torch divides by the groups it knows: without the replicas' group, by the shards alone. So the replicas are
+        averaged, or summed if a divisor is given, which includes them.
         """
         given = self._given
         group: dist.ProcessGroup = given["all_reduce_group"]
@@ -255,7 +257,7 @@ class ReduceCall:
         shards = given["reduce_scatter_group"]
         in_sums = given["force_sum_reduction_for_comms"] or self.dtype == torch.float16
         if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
-            given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides by it twice for one
+            given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides in two steps
         summed = given["gradient_divide_factor"] is not None
 
         def hook(gradients: Tensor) -> None:
@@ -264,7 +266,7 @@ class ReduceCall:
             average(gradients, group)
             if summed:
                 gradients.mul_(group.size())
-            if gradients.is_cuda:  # torch may let go of it while this stream still works on it
+            if gradients.is_cuda:  # torch may free it while this stream still uses it
                 gradients.record_stream(torch.cuda.current_stream())
             if then is not None:
                 then(gradients)
@@ -276,7 +278,7 @@ class ReduceCall:
 
 @functools.cache
 def watch_reductions() -> None:
-    """Wrap torch's function, once in a process."""
+    """Wrap torch's function, once per process."""
     module: Any = param_groups
     original = module.foreach_reduce
     signature = inspect.signature(original)
@@ -300,7 +302,7 @@ def watch_reductions() -> None:
 
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
-    """Those of every module that fully_shard was called on, in the order of the modules."""
+    """The parameter groups of every module that fully_shard was called on, in the order of the modules."""
     names = {id(module): plain_name(name) for name, module in reversed(list(model.named_modules()))}
     found = []
     for module in model.modules():

@@ -3,76 +3,29 @@
 All ranks call `links` and `kernels` together, as torchrun starts them; all get the figures of the slowest rank.
 """
 
-import contextlib
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from thinwire.codecs import Codec
-from thinwire.collectives import measuring, transport as transports
-from thinwire.collectives.channel import channel_of
-from thinwire.collectives.transport import Group
-from thinwire.errors import AdviceError, ThinwireError
-from thinwire.tools.advise.links import TRANSPORTS, Cluster, LinkModel
-from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine, recorded_calls
+from thinwire.tools.advise import cluster as clusters
+from thinwire.tools.advise.cluster import Cluster, CodecSpeed, LinkModel, Machine
+from thinwire.tools.local import torchrun
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # on a GPU enough that kernels take longer than their launch
+_SIZES = (1 << 10, 1 << 20, 1 << 22)  # bytes: a latency, and a rate between the two larger ones
 _WIRES = 4
 _ROUNDS = 5
-_CALLS = 50
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Place(NamedTuple):
-    rank: int
-    world: int
-    local_rank: int
-    per_node: int
-
-
-def place() -> Place:
-    world = _told("WORLD_SIZE", 1)
-    rank = _told("RANK", 0, world - 1)
-    per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")
-    return Place(rank, world, _told("LOCAL_RANK", 0, default="0"), per_node)
-
-
-def _told(name: str, least: int, most: float = math.inf, default: str = "") -> int:
-    text = os.environ.get(name, default)
-    if not (text.isdecimal() and least <= int(text) <= most):
-        allowed = f"{least} .. {most}" if most < math.inf else f"{least} or more"
-        raise AdviceError(f"{name} must be a whole number, {allowed}, got {text!r}")
-    return int(text)
-
-
-@contextlib.contextmanager
-def job(device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
-    """The group of all ranks, made unless there is one; what was made ends with the block. timeout: torch's own."""
-    made = not dist.is_initialized()
-    if made:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        try:
-            dist.init_process_group(TRANSPORTS[device.type], timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            raise ThinwireError(f"the ranks did not find each other ({error}); start them all with torchrun") from None
-    try:
-        yield
-    finally:
-        if made:
-            dist.destroy_process_group()
 
 
 def links(device: torch.device, per_node: int) -> Cluster:
     world = dist.get_world_size()
-    transport = TRANSPORTS[device.type]
+    transport = torchrun.BACKENDS[device.type]
     if world == 1:
         return Cluster(1, transport=transport)
     if not 1 < per_node < world:
@@ -84,36 +37,29 @@ def links(device: torch.device, per_node: int) -> Cluster:
     inside = _link(mesh.get_group(1), device)
     rail = _link(mesh.get_group(0), device)
     # All ranks of a node were measured at once: each had its share of the node's link.
-    across = LinkModel(per_node * rail.bytes_per_s, rail.latency_s)
-    return Cluster(world, per_node, across, inside, transport)
+    return Cluster(world, per_node, LinkModel(per_node * rail.bytes_per_s, rail.latency_s), inside, transport)
 
 
-def _link(group: Group, device: torch.device) -> LinkModel:
+def _link(group: dist.ProcessGroup | None, device: torch.device) -> LinkModel:
     """The link of the slowest rank, from messages that all ranks of the group send at once."""
-    found = measuring.link(channel_of(group, device))
-    # Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones.
-    (n0, s0), (n1, s1) = found.points[-2:] if len(found.points) > 1 else ((0, 0.0), found.points[0])
-    bytes_per_s = (n1 - n0) / (s1 - s0) if s1 > s0 else found.bytes_per_s
-    rate, latency = _agreed([-bytes_per_s, found.latency_s], device)
-    return LinkModel(-rate, latency)
+    latency, short, long = (median(torchrun.exchange_s(size, device, group=group)) for size in _SIZES)
+    rate = (_SIZES[2] - _SIZES[1]) / (long - short) if long > short else _SIZES[2] / long
+    slowest, latest = _agreed([-rate, latency], device)
+    return LinkModel(-slowest, latest)
 
 
 def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:
     """What one rank has, while all run the kernels, so that what they share counts."""
-    numel = _NUMEL[device.type]
-    x = torch.linspace(-1, 1, numel, device=device)
+    x = torch.linspace(-1, 1, _NUMEL[device.type], device=device)
     speeds = {str(codec): _speed(codec, x) for codec in codecs}
-    copy_s = _timed({"copy": lambda: torch.empty_like(x).copy_(x)}, device)["copy"] / numel
-    return Machine(
-        device.type,
-        f"measured by {dist.get_world_size()} ranks",
-        copy_s,
-        speeds,
-        call_s=_call_s(codecs[0], device),
-        message_s=MESSAGE_S[device.type],
+    copy_s = _timed({"copy": lambda: torch.empty_like(x).copy_(x)}, device)["copy"] / x.numel()
+    return replace(
+        clusters.recorded(device.type),
+        source=f"measured by {dist.get_world_size()} ranks",
+        copy_s=copy_s,
+        codecs=speeds,
         byte_s=0.0,  # what bytes cost the processor is in the link's time
         cores=max(1.0, (os.cpu_count() or 1) / per_node),
-        nccl=recorded_calls(device.type),
     )
 
 
@@ -136,24 +82,12 @@ def _speed(codec: Codec, x: torch.Tensor) -> CodecSpeed:
     return CodecSpeed.of_ops(_WIRES, *(seconds / numel for seconds in taken.values()))
 
 
-def _call_s(codec: Codec, device: torch.device) -> float:
-    """Of the host, for one kernel: many on next to nothing."""
-    x = torch.zeros(16, device=device)
-    wire = torch.empty(codec.wire_bytes(16), dtype=torch.uint8, device=device)
-
-    def repeat() -> None:
-        for _ in range(_CALLS):
-            codec.encode(x, wire)
-
-    return _timed({"calls": repeat}, device)["calls"] / _CALLS
-
-
 def _timed(work: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Median seconds of calls that all ranks start together, on the slowest rank."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(_ROUNDS + 1):
         for name, call in work.items():
-            transports.barrier(transports.resolve(None), device)
+            dist.barrier()
             start = time.perf_counter()
             call()
             if device.type == "cuda":

@@ -1,44 +1,40 @@
-"""The cost model: what a message takes on a cluster, and what a step with it takes. Pure; see docs/reference/advise.md.
+"""The cost model: what a scheme makes of a training step.
 
-Legend: W ranks, G of them in a node, M nodes; n elements of a chunk, w bytes of its wire.
+A bucket of n elements has stages: kernels, then a message. Of all its stages together,
 
-A message is cut into chunks as `collectives.chunks` cuts it, and a chunk passes through stages: kernels, a hop over a
-link, kernels again. The line of `collectives.pipeline` is played through with these times: kernels of a rank run one
-after the other, so do the hops of a link, and a chunk waits for its own hop. All ranks do the same at the same time.
+    wire = bytes on the busiest link / its rate           (no faster than the processor copies them)
+    work = kernels + the host's time for calls and messages
+    T    = max(wire, work) + min(wire, work) / chunks + messages in a row * latency
 
-[Note: Latency in a row] NCCL runs the collectives of a communicator one after the other, so each holds its link for
-its latency too. gloo has two threads for torch's all_reduce; what it sends between pairs waits for nothing but bytes.
+gloo pipelines a bucket in chunks; NCCL runs kernels and messages on one stream (one chunk). Of b buckets, the first
+b - 1 add their busiest resource each and the last one adds T. Backward compute hides that, except for the work that
+needs the processor the backward pass runs on:
 
-[Note: One stream] On NCCL one stream runs the kernels of all messages and waits for their hops, so a message begins
-when the one before it is done. The host waits for nothing and launches ahead, as far as it is fast enough.
+    C = (b - 1) * busy + T;  exposed = max(T, taken + (C - taken) * (1 - min(1, hidden / C)))
+    step = compute + copies into and out of DDP's buckets + exposed
+
+Legend: W ranks, G of them in a node, M nodes; w bytes of the wire of n elements.
 """
 
+import functools
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Codec, Identity
-from thinwire.collectives import chunks
-from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.tools.advise.links import Cluster
-from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.schemes import SumScheme
+from thinwire.codecs import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.tools.advise.cluster import Cluster, Machine
+from thinwire.tools.recommend import BF16_HOOK
 
-BUCKET_BYTES = 25 << 20  # DDP's default
-BACKWARD = 0.5  # of a step's compute: two thirds of forward and backward pass, less what the optimiser and data take
+CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
+INSIDE: tuple[Codec, ...] = (Cast("bf16"), BlockInt(8))  # of a node, where the link is fast
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_PLAYED = 256  # chunks of a message; of longer ones as many groups of chunks, which changes T by less than 1 %
-RING_AT_ONCE = {"gloo": 2, "nccl": 1}  # see [Note: Latency in a row]
-# Passes of feedback over the gradients beside encode and decode, in copies (8 bytes of memory traffic per element).
-FEEDBACK_COPIES = {"": 0.0, "classic": 5.0, "ef21": 7.5}
-GPU_BYTES = 80 * 10**9  # of an A100 or an H100, where nothing else is said
-STATE_BYTES = {"adaptive": 8, "linear": 4}  # of the optimizer, per parameter: Adam's two moments, SGD's momentum
-MASTER_BYTES = 4  # of the fp32 copy of a parameter that trains in 16 bits
-ACTIVATIONS = 0.25  # of all the rest, with activation checkpointing
+BUCKET_BYTES = 25 << 20  # DDP's default
+BACKWARD = 0.5  # of a step's compute: two thirds of forward and backward pass, less what optimizer and data take
+CHUNK = 1 << 18  # elements
+CLASSIC_COPIES = 5.0  # passes of classic feedback over the gradients, in copies, beside another decode
+_NUMEL = 1 << 16  # of the numbers that are encoded for an error: it is known to about 1 %
 
 
 @dataclass(frozen=True)
@@ -50,310 +46,212 @@ class TrainingJob:
     dtype: torch.dtype = torch.float32  # of the gradients
     bucket_bytes: int = BUCKET_BYTES  # more => fewer messages, less overlap
     overlap: float | None = None  # share of step_s that communication may hide behind; None: by the buckets
-    family: str = "adaptive"  # of the optimiser: what feedback narrow codecs get
+    adaptive: bool = True  # whether the optimizer is an Adam, which gets no feedback
 
     @property
     def buckets(self) -> int:
-        """Messages per step."""
         return min(self.params, -(-self.params * self.dtype.itemsize // self.bucket_bytes))
 
-    @property
-    def bucket(self) -> int:
-        """Elements per bucket."""
-        return -(-self.params // self.buckets)
-
     def hidden_s(self, machine: Machine) -> float:
-        """Of the backward pass, after the first bucket is ready: what communication may hide behind."""
-        share = BACKWARD * (1 - 1 / self.buckets) * machine.spare if self.overlap is None else self.overlap
+        """The part of the backward pass after the first bucket is ready; none where it keeps the only core busy."""
+        spare = 1.0 if machine.device == "cuda" else min(1.0, machine.cores - 1)
+        share = BACKWARD * (1 - 1 / self.buckets) * spare if self.overlap is None else self.overlap
         return share * self.step_s
 
 
-def memory(job: TrainingJob) -> dict[str, float]:
-    """Bytes that a rank needs under DDP, by rule of thumb and by what holds them. DDP copies gradients into buckets."""
-    width = job.dtype.itemsize
-    state = STATE_BYTES[job.family] + (MASTER_BYTES if width < MASTER_BYTES else 0)
-    parts = {"weights": width, "gradients and DDP's buckets": 2 * width, "optimizer": state}
-    found = {name: float(job.params * size) for name, size in parts.items()}
-    return {**found, "activations": ACTIVATIONS * sum(found.values())}
+def bits_of(codec: Codec) -> float:
+    return 8 * codec.wire_bytes(1 << 20) / (1 << 20)
 
 
-def sharded_memory(needs: Mapping[str, float], world: int) -> float:
-    """Bytes of weights, gradients and optimizer that each of `world` ranks holds under FSDP2, which has no buckets."""
-    return (needs["weights"] + needs["gradients and DDP's buckets"] / 2 + needs["optimizer"]) / world
-
-
-class Hop(NamedTuple):
-    """Bytes on their way from every rank at once."""
-
-    link: str
-    seconds: float
-    latency_s: float
-    messages: int  # that a rank's host sends and receives
-    sent: float  # bytes per rank
-    crossed: float = 0.0  # of these, to other nodes
-    at_once: float = math.inf  # hops of a link whose latencies overlap: see [Note: Latency in a row]
-
-    def times(self, count: int) -> "Hop":
-        """The same `count` times in a row."""
-        sent = self._replace(sent=count * self.sent, crossed=count * self.crossed, messages=count * self.messages)
-        return sent._replace(seconds=count * self.seconds, latency_s=count * self.latency_s)
-
-
-def exchange(cluster: Cluster, part: float, link: str = "") -> Hop:
-    """Every rank sends `part` bytes to each other: a node's link carries G(W-G) parts, a rank's own G-1."""
-    peers = cluster.world - 1
-    inner = cluster.per_node - 1
-    outer = peers - inner
-    slow = cluster.per_node * outer * part / cluster.across.bytes_per_s if cluster.across else 0.0
-    fast = inner * part / cluster.inside.bytes_per_s if cluster.inside else 0.0
-    at_once = 1 if cluster.transport == "nccl" else math.inf
-    return Hop(link, max(slow, fast), cluster.latency_s, 2 * peers, peers * part, outer * part, at_once)
-
-
-def gather(cluster: Cluster, row: float, link: str = "") -> Hop:
-    """Every rank gets every other's row. NCCL passes rows round a ring, which enters and leaves a node once."""
-    if cluster.transport == "gloo" or cluster.world == 1:
-        return exchange(cluster, row, link)
-    steps = cluster.world - 1
-    sent = steps * row
-    return Hop(link, sent / _slowest(cluster), steps * cluster.latency_s, 1, sent, _crossing(cluster, sent), 1)
-
-
-def ring(cluster: Cluster, nbytes: float) -> Hop:
-    """torch's own all_reduce of `nbytes`: 2(W-1)/W of them per rank. NCCL takes a tree where that is sooner."""
-    latency = cluster.tree_latency_s if cluster.sums_in_tree else cluster.ring_latency_s
-    sent = 2 * (cluster.world - 1) / cluster.world * nbytes
-    at_once = RING_AT_ONCE[cluster.transport]
-    return Hop("", sent / _slowest(cluster), latency, 0, sent, _crossing(cluster, sent), at_once)
-
-
-def _slowest(cluster: Cluster) -> float:
-    """Bytes per second of a ring through all ranks."""
-    return min((link.bytes_per_s for link in cluster.links), default=math.inf)
-
-
-def _crossing(cluster: Cluster, sent: float) -> float:
-    """Of what a rank sends in a ring, to other nodes: one rank of a node sends there all of it."""
-    return sent / cluster.per_node if cluster.nodes > 1 else 0.0
-
-
-class Stage(NamedTuple):
-    """What a rank does before a hop, or at the end."""
-
-    kernels_s: float
-    calls: int = 0  # of kernels
-    hop: Hop | None = None
-    chunks: int = 1  # that it is a stage of; 0: there is nothing to do
-    plain: bool = False  # torch's own
-
-    def times(self, count: int) -> "Stage":
-        """The same `count` times in a row."""
-        hop = self.hop and self.hop.times(count)
-        return Stage(count * self.kernels_s, count * self.calls, hop, count * self.chunks, self.plain)
-
-
-Chunk = tuple[Stage, ...]
+@functools.lru_cache(maxsize=256)
+def omega(codec: Codec) -> float:
+    """The share of its squares that one rounding of a Gaussian loses."""
+    if isinstance(codec, Identity):
+        return 0.0
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
+    wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8)
+    back = torch.empty(_NUMEL)
+    codec.encode(x, wire)
+    codec.decode(wire, back)
+    return float((back - x).square().sum() / x.square().sum())
 
 
 @dataclass(frozen=True)
-class ChunkedSum:
-    chunks: tuple[Chunk, ...]
-    depth: int = 1  # chunks under way at once
-    in_step: bool = False  # each chunk is one stage behind the one before it, and no other message between them
-    on_stream: bool = False  # see [Note: One stream]
+class SumScheme:
+    """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
+
+    algorithm: str  # "ring" is torch's own all_reduce in `codec`, which is "none" or a cast
+    codec: Codec
+    across: Codec | None = None
 
     @property
-    def stages(self) -> Iterator[Stage]:
-        return (stage for chunk in self.chunks for stage in chunk)
+    def compresses(self) -> bool:
+        return not isinstance(self.codec, Identity)
 
     @property
-    def hops(self) -> Iterator[Hop]:
-        return (stage.hop for stage in self.stages if stage.hop is not None)
+    def narrowest(self) -> Codec:
+        return self.across or self.codec
+
+    def feedback(self, job: TrainingJob) -> str:
+        """What compress_ddp adds by itself below 4 bits: Adam's units, or classic feedback; none over a mesh."""
+        few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4
+        return ("none+moments" if job.adaptive else "classic") if few and self.across is None else "none"
+
+    def error(self, cluster: Cluster) -> float:
+        """RMS of what a sum of Gaussians loses over RMS of the sum: each rounding loses omega of the squares."""
+        if self.algorithm == "ring":
+            return math.sqrt(omega(self.codec) * ((cluster.world + 1) / 2 - 1 / cluster.world + 1))
+        roundings = 1 if self.algorithm == "one_shot" or cluster.nodes == 2 else 2
+        if self.across is not None:  # a rounding inside, those of the sum across, and another inside
+            return math.sqrt(2 * omega(self.codec) + roundings * omega(self.across))
+        return math.sqrt((1 if self.algorithm == "one_shot" else 2) * omega(self.codec))
+
+    def how(self, cluster: Cluster) -> str:
+        """The line of code that does it."""
+        if self.algorithm == "ring":
+            return BF16_HOOK if self.compresses else "plain DDP, no hook"
+        if self.across is not None:
+            device = "cuda" if cluster.transport == "nccl" else "cpu"
+            mesh = f'torch.distributed.init_device_mesh("{device}", ({cluster.nodes}, {cluster.per_node}))'
+            return f'thinwire.compress_ddp(model, "{self.across}", mesh={mesh}, inside="{self.codec}")'
+        other = "" if self.algorithm == usual(cluster.world) else f', algorithm="{self.algorithm}"'
+        return f'thinwire.compress_ddp(model, "{self.codec}"{other})'
+
+    def __str__(self) -> str:
+        if self.across is not None:
+            return f"{self.codec} inside / {self.across} across (hierarchical)"
+        return f"{self.codec} (ring)" if self.algorithm == "ring" else f"{self.codec} {self.algorithm}"
 
 
-def message(
-    numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, dtype: torch.dtype, feedback: str
-) -> ChunkedSum:
+PLAIN = SumScheme("ring", Identity())
+
+
+def usual(world: int) -> str:
+    """What compress_ddp takes by itself: two ranks that exchange everything round once."""
+    return "one_shot" if world <= 2 else "two_phase"
+
+
+def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[SumScheme]:
+    """No compression, torch's bf16, thinwire's codecs: flat, and in a hierarchy where there are levels."""
+    narrow = [SumScheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
+    used = [codec for codec in codecs if not isinstance(codec, Identity)]
+    flat = [SumScheme(usual(cluster.world), codec) for codec in used]
+    levels = [
+        SumScheme("hierarchical", inside, across)
+        for inside in INSIDE
+        for across in used
+        if cluster.has_levels and bits_of(across) <= bits_of(inside)
+    ]
+    return [PLAIN, *narrow, *flat, *levels]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one bucket takes, of all its stages together; see the formula above."""
+
+    kernels_s: float = 0.0
+    calls: int = 0  # of kernels
+    stages: int = 1
+    hops: float = 0.0  # seconds of latency of messages in a row
+    messages: int = 0  # that a rank's host sends and receives
+    across_s: float = 0.0  # seconds of a node's link
+    inside_s: float = 0.0  # seconds of a rank's link inside its node
+    sent: float = 0.0  # bytes per rank
+    crossed: float = 0.0  # of these, to other nodes
+    plain: bool = False  # torch's own
+
+    def plus(self, other: "Bucket") -> "Bucket":
+        sums = {name: getattr(self, name) + value for name, value in vars(other).items() if name != "plain"}
+        return Bucket(**sums, plain=self.plain)
+
+
+def bucket(numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Bucket:
     if scheme.algorithm == "ring":
-        return _ringed(numel, scheme.codec, cluster, machine, dtype)
-    wire = scheme.codec.wire_bytes(numel, dtype)
-    shards = cluster.per_node if scheme.across else cluster.world
-    cut = chunks.cut(numel, wire, cluster.world, shards)
-    groups = list(_groups(cut))
-    made = {}
-    for each, count in set(groups):
-        stages = _flat(each, scheme.codec, scheme.algorithm, cluster, machine, feedback)
-        if scheme.across is not None:
-            stages = _hierarchical(each, scheme.codec, scheme.across, cluster, machine)
-        made[each, count] = tuple(stage.times(count) for stage in stages)
-    largest = scheme.codec.wire_bytes(max(groups)[0], dtype)
-    rooms = cluster.world if scheme.algorithm == "one_shot" else 2  # wires that a chunk's scratch holds
-    depth = chunks.scratch_limit(wire, largest, rooms * largest, cut.num_chunks) // (rooms * largest)
-    on_stream = cluster.transport == "nccl"
-    return ChunkedSum(tuple(made[group] for group in groups), depth, scheme.across is not None, on_stream)
+        return _ring(numel, scheme, cluster, machine, job)
+    if scheme.across is None:
+        return _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, scheme.feedback(job) == "classic")
+    # Sum a node's shards, sum those over nodes, gather them in the node.
+    node, shard = cluster.node, -(-numel // cluster.per_node)
+    inner = _flat(numel, scheme.codec, "two_phase", node, machine)
+    return inner.plus(_flat(shard, scheme.across, usual(cluster.nodes), cluster.rail, machine))
 
 
-def _groups(cut: chunks.Cut) -> Iterator[tuple[int, int]]:
-    """(elements of each chunk, chunks) of at most MOST_PLAYED groups of chunks that are played as one."""
-    each = -(-cut.num_chunks // MOST_PLAYED)
-    for first in range(0, cut.num_chunks, each):
-        end = min(first + each, cut.num_chunks)
-        numel = cut.span(end - 1).end - cut.span(first).begin
-        yield -(-numel // (end - first)), end - first
+def _ring(numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Bucket:
+    """torch's all_reduce sends 2(W-1)/W of its bytes per rank; of a node's ranks one sends them to the next node."""
+    nbytes = scheme.codec.wire_bytes(numel) if scheme.compresses else numel * job.dtype.itemsize
+    sent = 2 * (cluster.world - 1) / cluster.world * nbytes
+    speed = machine.speed(scheme.codec)
+    casts = numel * (speed.encode + speed.decode) if scheme.compresses else 0.0
+    times = [sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside)]
+    crossed = sent / cluster.per_node if cluster.nodes > 1 else 0.0
+    calls = 3 if scheme.compresses else 1
+    return Bucket(casts, calls, calls - 1 or 1, cluster.sum_latency_s, 0, *times, sent, crossed, plain=True)
 
 
 def _flat(
-    numel: int, codec: Codec, algorithm: str, cluster: Cluster, machine: Machine, feedback: str = ""
-) -> Iterator[Stage]:
+    numel: int, codec: Codec, algorithm: str, cluster: Cluster, machine: Machine, feedback: bool = False
+) -> Bucket:
     """one_shot: encode n, send w to all, sum W wires.
 
-    two_phase: encode n, send w/W to each, recode the sum of W shards, gather them, decode n. Feedback decodes the wire
-    again and passes over n in memory, half of it before the first message and half after the last.
+    two_phase: encode n, send w/W to each, recode the sum of W shards, gather them, decode n.
     """
-    speed = machine.speed(codec)
-    world = cluster.world
-    fed_s = (speed.decode + FEEDBACK_COPIES[feedback] * machine.copy_s) / 2 if feedback else 0.0
-    parts = 1 if algorithm == "one_shot" else world
-    part = codec.wire_bytes(-(-numel // parts))
-    first_s = numel * (speed.encode + fed_s)
-    calls = parts * (1 + bool(feedback))
+    speed, world = machine.speed(codec), cluster.world
+    fed = speed.decode + CLASSIC_COPIES * machine.copy_s if feedback else 0.0
     if algorithm == "one_shot":
-        yield Stage(first_s, calls, gather(cluster, part))
-        yield Stage(numel * (speed.decode_sum(world) + fed_s), 1)
-    else:
-        yield Stage(first_s, calls, exchange(cluster, part))
-        yield Stage(numel / world * (speed.recode + speed.wire * (world - 1)), 1, gather(cluster, part))
-        yield Stage(numel * (speed.decode + fed_s), parts)
+        kernels = numel * (speed.encode + speed.decode + speed.wire * (world - 1) + fed)
+        return Bucket(kernels, 2, 2).plus(_gather(cluster, codec.wire_bytes(numel)))
+    part = codec.wire_bytes(-(-numel // world))
+    again = numel / world * (speed.recode + speed.wire * (world - 1))
+    kernels = numel * (speed.encode + speed.decode + fed) + again
+    return Bucket(kernels, 2 * world + 1, 3).plus(_exchange(cluster, part)).plus(_gather(cluster, part))
 
 
-def _hierarchical(numel: int, inside: Codec, across: Codec, cluster: Cluster, machine: Machine) -> Iterator[Stage]:
-    """Encode n, send w/G to each rank of the node, sum; the shard's sum over nodes; encode it, gather, decode n."""
-    speed = machine.speed(inside)
-    node = cluster.node
-    shard = -(-numel // cluster.per_node)
-    part = inside.wire_bytes(shard)
-    yield Stage(numel * speed.encode, node.world, exchange(node, part, "inside"))
-    before = shard * speed.decode_sum(node.world)
-    for stage in _flat(shard, across, fewest_roundings(cluster.nodes), cluster.rail, machine):
-        if stage.hop is None:
-            yield Stage(stage.kernels_s + shard * speed.encode, stage.calls + 1, gather(node, part, "inside"))
-        else:
-            yield Stage(before + stage.kernels_s, stage.calls + bool(before), stage.hop._replace(link="across"))
-        before = 0.0
-    yield Stage(numel * speed.decode, node.world)
+def _exchange(cluster: Cluster, part: float) -> Bucket:
+    """Every rank sends `part` bytes to each other: a node's link carries G(W-G) parts, a rank's own G-1."""
+    inner = cluster.per_node - 1
+    outer = cluster.world - 1 - inner
+    across = cluster.per_node * outer * part / cluster.across.bytes_per_s if cluster.across else 0.0
+    inside = inner * part / cluster.inside.bytes_per_s if cluster.inside else 0.0
+    both = (inner + outer) * part
+    return Bucket(0.0, 0, 0, cluster.latency_s, 2 * (inner + outer), across, inside, both, outer * part)
 
 
-def _ringed(numel: int, codec: Codec, cluster: Cluster, machine: Machine, dtype: torch.dtype) -> ChunkedSum:
-    """torch's all_reduce; a cast before and after it that nothing hides."""
-    if isinstance(codec, Identity):
-        return ChunkedSum(((Stage(0.0, 1, ring(cluster, numel * dtype.itemsize), plain=True), Stage(0.0, chunks=0)),))
-    speed = machine.speed(codec)
-    cast = ring(cluster, codec.wire_bytes(numel))
-    after = Stage(numel * speed.decode, 1, plain=True)
-    return ChunkedSum(((Stage(numel * speed.encode, 2, cast, plain=True), after),))
+def _gather(cluster: Cluster, part: float) -> Bucket:
+    """Every rank gets every other's `part`. NCCL passes them round a ring, which enters and leaves a node once."""
+    if cluster.transport == "gloo":
+        return _exchange(cluster, part)
+    steps = cluster.world - 1
+    sent = steps * part
+    times = [sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside)]
+    crossed = sent / cluster.per_node if cluster.nodes > 1 else 0.0
+    return Bucket(0.0, 0, 0, steps * cluster.latency_s, 1, *times, sent, crossed)
 
 
-def alone_s(sent: ChunkedSum, machine: Machine) -> float:
-    """Seconds of one message: the line played through, and no less than the work of a rank's core."""
-    return max(_played_s(sent, machine), taken_s(sent, machine))
+@dataclass(frozen=True)
+class BucketTimes:
+    """Seconds of one bucket."""
+
+    alone_s: float  # T
+    busy_s: float  # what it adds where others go before and after it
+    taken_s: float  # of it, what the backward pass loses
+    wire_s: float
+    work_s: float
 
 
-def _played_s(sent: ChunkedSum, machine: Machine) -> float:
-    """The line: start a chunk where there is room, else go on with the one that has waited longest.
-
-    In step (collectives.operations), a round starts one chunk and goes on with all under way, the youngest first.
-    """
-    player = _Player(sent, machine)
-    waiting = deque(sent.chunks)
-    under_way: deque[_Waiting] = deque()
-    while waiting or under_way:
-        if sent.in_step:
-            begun = player.play(0.0, waiting.popleft()) if waiting else []
-            under_way = deque(begun + [entry for older in under_way for entry in player.play(*older)])
-        elif waiting and len(under_way) < sent.depth:
-            under_way.extend(player.play(0.0, waiting.popleft()))
-        else:
-            under_way.extend(player.play(*under_way.popleft()))
-    return player.now
-
-
-_Waiting = tuple[float, Chunk]  # when a hop has arrived, and the stages after it
-
-
-class _Player:
-    """The clock of a rank, its host's, and those of the links."""
-
-    def __init__(self, sent: ChunkedSum, machine: Machine) -> None:
-        self._sent = sent
-        self._machine = machine
-        self.now = 0.0
-        self._host = 0.0
-        self._free = dict.fromkeys((hop.link for hop in sent.hops), 0.0)
-
-    def play(self, arrival: float, chunk: Chunk) -> list[_Waiting]:
-        """The first stage of these, from its arrival to its hop; what follows, if anything does."""
-        stage = chunk[0]
-        machine = self._machine
-        start = max(self.now, arrival)
-        if self._sent.on_stream:
-            start = max(start, self._host)
-            self._host += _host_s(stage, machine)
-            self.now = max(start + stage.kernels_s, self._host)
-        else:
-            self.now = start + _work_s(stage, machine)
-        hop = stage.hop
-        if hop is None:
-            return []
-        sent_from = max(self.now, self._free[hop.link])
-        self._free[hop.link] = sent_from + _held_s(hop, machine)
-        return [(sent_from + _hop_s(hop, machine) + hop.latency_s, chunk[1:])]
-
-
-def busy_s(sent: ChunkedSum, machine: Machine) -> float:
-    """Seconds that a message adds where others go before and after it: of what is busiest."""
-    if sent.on_stream:
-        host = sum(_host_s(stage, machine) for stage in sent.stages)
-        return max(
-            host, taken_s(sent, machine), _played_s(sent, replace(machine, call_s=0.0, message_s=0.0, nccl=None))
-        )
-    hops: dict[str, float] = {}
-    for hop in sent.hops:
-        hops[hop.link] = hops.get(hop.link, 0.0) + _held_s(hop, machine)
-    # In step, a message is done before the next one's second stage.
-    work = _played_s(sent, machine) if sent.in_step else sum(_work_s(stage, machine) for stage in sent.stages)
-    return max(work, taken_s(sent, machine), *hops.values(), 0.0)
-
-
-def taken_s(sent: ChunkedSum, machine: Machine) -> float:
-    """Seconds of a message that the backward pass misses."""
-    kernels = sum(stage.kernels_s for stage in sent.stages)
-    calls = sum(stage.calls for stage in sent.stages)
-    messages = sum(hop.messages for hop in sent.hops)
-    return machine.taken_s(kernels, calls, messages, sum(hop.sent for hop in sent.hops))
-
-
-def _work_s(stage: Stage, machine: Machine) -> float:
-    if machine.nccl is not None:
-        return max(stage.kernels_s, _host_s(stage, machine))
-    return machine.work_s(stage.kernels_s, stage.calls, stage.hop.messages if stage.hop else 0)
-
-
-def _host_s(stage: Stage, machine: Machine) -> float:
-    """Of it, what the host takes to hand over kernels and messages."""
-    if machine.nccl is not None:
-        return stage.chunks * (machine.nccl.plain_s if stage.plain else machine.nccl.stage_s)
-    return _work_s(stage._replace(kernels_s=0.0), machine)
-
-
-def _hop_s(hop: Hop, machine: Machine) -> float:
-    """A link is no faster than the processor that feeds it."""
-    return max(hop.seconds, hop.sent * machine.byte_s)
-
-
-def _held_s(hop: Hop, machine: Machine) -> float:
-    """Until the next may follow: see [Note: Latency in a row]."""
-    seconds = _hop_s(hop, machine)
-    return max(seconds, (seconds + hop.latency_s) / hop.at_once)
+def times(one: Bucket, numel: int, cluster: Cluster, machine: Machine) -> BucketTimes:
+    wire = max(one.across_s, one.inside_s, one.sent * machine.byte_s)
+    if machine.device == "cuda":
+        host = machine.plain_s if one.plain else one.stages * machine.stage_s
+        work, taken = max(one.kernels_s, host), one.kernels_s
+        alone = wire + work + one.hops
+        return BucketTimes(alone, max(host, wire + one.kernels_s + one.hops), taken, wire, work)
+    most = 4 if cluster.world == 2 else 8 * (cluster.world - 1)
+    chunks = 1 if one.plain else max(1, min(most, 32, numel // CHUNK))
+    work = one.kernels_s + chunks * (one.calls * machine.call_s + one.messages * machine.message_s)
+    taken = (work + one.sent * machine.byte_s) / machine.cores
+    alone = max(wire, work) + min(wire, work) / chunks + one.hops
+    busy = max(wire + one.hops / 2 if one.plain else wire, work, taken)  # torch's gloo runs two sums at a time
+    return BucketTimes(max(alone, taken), busy, taken, wire, work)
 
 
 @dataclass(frozen=True)
@@ -366,44 +264,31 @@ class Prediction:
     step_s: float
     exposed_s: float  # communication that the backward pass does not hide
     wire_s: float  # of the busiest link
-    work_s: float  # of kernels, and on a CPU of messages
-    handled_s: float  # copies, and of exposed_s what takes the processor: kernels, and on a CPU messages
+    work_s: float  # of kernels, calls and messages
     error: float  # RMS of what a sum loses, over RMS of the sum
-    feedback: str  # "none", "classic" or "ef21"
+    feedback: str
     bucket_bytes: int
 
 
 def predict(job: TrainingJob, scheme: SumScheme, cluster: Cluster, machine: Machine) -> Prediction:
-    """A step of `job`: compute, the copies of gradients into DDP's buckets and back, and exposed communication."""
-    feedback = scheme.feedback(job.family)
-    count = job.buckets
-    bucket = message(job.bucket, scheme, cluster, machine, job.dtype, feedback)
-    hops = list(bucket.hops)
-    exposed = exposed_s(bucket, count, job.hidden_s(machine), machine) if cluster.world > 1 else 0.0
+    """A step of `job`; see the formula above."""
+    count, numel = job.buckets, -(-job.params // job.buckets)
+    one = bucket(numel, scheme, cluster, machine, job)
+    each = times(one, numel, cluster, machine)
+    whole = (count - 1) * each.busy_s + each.alone_s
+    taken = count * each.taken_s
+    seen = 1 - min(1.0, job.hidden_s(machine) / whole) if whole > 0 else 1.0
+    exposed = max(each.alone_s, taken + (whole - taken) * seen) if cluster.world > 1 else 0.0
     copies = 2 * job.params * machine.copy_s * job.dtype.itemsize / 4 if cluster.world > 1 else 0.0
     return Prediction(
         scheme,
-        bytes=count * sum(hop.sent for hop in hops),
-        bytes_across=count * sum(hop.crossed for hop in hops),
+        bytes=count * one.sent,
+        bytes_across=count * one.crossed,
         step_s=job.step_s + copies + exposed,
         exposed_s=exposed,
-        wire_s=count * max(sum(hop.seconds for hop in hops if hop.link == link) for link in {hop.link for hop in hops}),
-        work_s=count * sum(_work_s(stage, machine) for stage in bucket.stages),
-        handled_s=copies + min(exposed, count * taken_s(bucket, machine)),
-        error=scheme.error(cluster, job.dtype),
-        feedback=feedback or "none",
+        wire_s=count * each.wire_s,
+        work_s=count * each.work_s,
+        error=scheme.error(cluster) if cluster.world > 1 else 0.0,
+        feedback=scheme.feedback(job),
         bucket_bytes=job.bucket_bytes,
     )
-
-
-def exposed_s(bucket: ChunkedSum, count: int, hidden_s: float, machine: Machine) -> float:
-    """Communication of `count` buckets that a step waits for: max(T, K + (C - K)(1 - min(1, V/C))).
-
-    C is the time of all buckets in a row, V = hidden_s what of the backward pass they may hide behind. K of C is work
-    that takes the processor from the backward pass and so hides nowhere. T, the last bucket, comes after it.
-    """
-    last = alone_s(bucket, machine)
-    whole = last + (count - 1) * busy_s(bucket, machine)
-    taken = count * taken_s(bucket, machine)
-    seen = 1 - min(1.0, hidden_s / whole) if whole > 0 else 1.0
-    return max(last, taken + (whole - taken) * seen)

@@ -1,4 +1,4 @@
-"""Quantities as people write them: rates, times, counts and sizes, each with its unit."""
+"""Quantities as people write them and read them: rates, times, counts and sizes, each with its unit."""
 
 import math
 import re
@@ -74,3 +74,21 @@ def _within(value: float, least: float, most: float, text: str, what: str) -> fl
     if not least <= value <= most:
         raise AdviceError(f"expected {what}, got {text!r}")
     return value
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"
+
+
+def nbytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def mebibytes(count: int) -> str:
+    """As DDP's bucket_cap_mb counts them, with a decimal where there is one."""
+    return f"{count / 2**20:.1f}".removesuffix(".0")

@@ -1,30 +1,93 @@
-"""The advice: every scheme predicted and ranked, one of them advised by `tools.rule`, and why."""
+"""The advice: every scheme predicted and ranked, one recommended by `tools.recommend`, and why.
 
+`evidence.json` holds losses of committed records and the model's error; `python tests/figures.py` writes it.
+"""
+
+import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
 
 import torch
 
 from thinwire.codecs import Cast, Codec, codec
-from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.tools import rule
-from thinwire.tools.advise import evidence, model, schemes
-from thinwire.tools.advise.evidence import Losses
-from thinwire.tools.advise.links import Cluster
-from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.model import Prediction, TrainingJob
-from thinwire.tools.rule import GAIN, Choice, Way
+from thinwire.errors import AdviceError, RecordError
+from thinwire.tools import recommend
+from thinwire.tools.advise import model, units
+from thinwire.tools.advise.cluster import BYTE_S, INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
+from thinwire.tools.advise.model import Prediction, SumScheme, TrainingJob
+from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.recommend import GAIN, Loss, Recommendation, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
-PREDICTED = "predicted"
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+Losses = Mapping[str, Loss]  # by name of the scheme
+
+
+@dataclass(frozen=True)
+class Evidence:
+    losses: Losses  # of the largest model that has the scheme
+    misses: Mapping[str, Sequence[float]]  # measured over predicted speedup, least and most, by kind of scheme
+    most_ranks: int  # of the steps and sums that predictions were compared with
+    fastest_bytes_per_s: float  # their fastest link
+
+
+@functools.cache
+def shipped() -> Evidence:
+    kept: dict[str, Any] = json.loads(resources.files(__package__).joinpath("evidence.json").read_text())
+    return Evidence({name: Loss(*found) for name, found in kept.pop("losses").items()}, **kept)
+
+
+def losses_of(record: Record, source: str) -> dict[str, Loss]:
+    """By scheme, the losses of a training record; the spread is unknown below LEAST_SEEDS seeds."""
+    found = {}
+    for row in record.rows:
+        if not row.get("control"):
+            seeds = int(column(row, "seeds"))
+            known = seeds >= recommend.LEAST_SEEDS and row["noise_floor"] is not None
+            ratio = None if row.get("diverged") else column(row, "loss_log_ratio", -1e18)
+            floor = column(row, "noise_floor", 0.0) if known else None
+            found[recommend.scheme_of(row)] = Loss(ratio, floor, seeds, source)
+    return found
+
+
+def column(row: Row, name: str, least: float = 1e-18) -> float:
+    """The number in a column, from `least` to 1e18."""
+    value = row.get(name)
+    if not isinstance(value, int | float) or not least <= value <= 1e18:
+        raise RecordError(f"expected a number from {least:g} to 1e18 in column {name!r}, got {value!r}")
+    return float(value)
+
+
+def described(row: Row, machine: Machine, buckets: int | None = None) -> tuple[TrainingJob, Cluster, Machine]:
+    """The job, ranks and links of a train row, and what the machine is for each rank."""
+    params = int(column(row, "params", 1))
+    size = model.BUCKET_BYTES if buckets is None else -(-4 * params // buckets)
+    compute_s = 1e-3 * column(row, "compute_ms", 0.0)
+    job = TrainingJob(params, compute_s, bucket_bytes=size, adaptive=row["optimizer"] != "sgd")
+    return job, *placed(row, machine)
+
+
+def placed(row: Row, machine: Machine) -> tuple[Cluster, Machine]:
+    """Every rank, or every node, behind a link of its own, all on one computer: inside a node it is the limit."""
+    try:
+        across = LinkModel.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
+    except AdviceError as error:
+        raise RecordError(f"column 'link': {error}") from None
+    world = int(column(row, "world", 1))
+    nodes = world if row.get("nodes") is None else int(column(row, "nodes", 1))
+    inside = LinkModel(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
+    cluster = Cluster(world, world // nodes, across=across, inside=inside, transport="gloo")
+    return cluster, machine.shared(world, int(column(row, "cores", 1)))
 
 
 @dataclass(frozen=True)
 class Verdict:
     ranked: tuple[Prediction, ...]  # the fastest first
-    ways: Mapping[schemes.SumScheme, Way]  # what the rule saw of each
-    choice: Choice
+    ways: Mapping[SumScheme, Way]  # what the rule saw of each
+    choice: Recommendation
     advised: Prediction
     reason: str
     notes: tuple[str, ...]
@@ -38,54 +101,47 @@ def judge(
     cluster: Cluster,
     machine: Machine,
     *,
-    codecs: Sequence[Codec] = tuple(map(codec, schemes.CODECS)),
-    losses: Sequence[Losses] = (),
+    codecs: Sequence[Codec] = tuple(map(codec, model.CODECS)),
+    losses: Losses | None = None,
     buckets: Sequence[int] = BUCKETS,
 ) -> Verdict:
     """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
-    `losses` are those of runs of one's own, which count before the committed ones.
+    `losses` are those of a run of one's own, which count before the committed ones.
     """
     found = [
         _with_best_buckets(job, scheme, cluster, machine, buckets)
-        for scheme in schemes.candidates(cluster, codecs, job.dtype)
+        for scheme in model.candidates(cluster, codecs, job.dtype)
     ]
     ordered = [found[0], *sorted(found[1:], key=lambda prediction: prediction.error)]
-    known = [*losses, *evidence.shipped().losses]
+    known = {**shipped().losses, **(losses or {})}
     ways = {prediction.scheme: _way(prediction, job, cluster, known) for prediction in ordered}
-    choice = rule.choose(list(ways.values()), PREDICTED)
-    ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
+    choice = recommend.choose(list(ways.values()), "predicted")
     best = next(prediction for prediction in found if ways[prediction.scheme] is choice.chosen)
-    reason = _why_not(job, ordered, choice, cluster, machine)
-    if choice.compress:
-        steps = (_parts(job, prediction, machine) for prediction in (found[0], best))
-        reason = f"a step without compression takes {{}}; with {choice.chosen.name} {{}}".format(*steps)
-    return Verdict(ranked, ways, choice, best, reason, tuple(_notes(choice, best, cluster)))
+    ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
+    return Verdict(
+        ranked, ways, choice, best, _why(job, found, best, choice, cluster), tuple(_notes(choice, best, cluster))
+    )
 
 
-def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, known: Sequence[Losses]) -> Way:
+def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Losses) -> Way:
     scheme = prediction.scheme
     kind = scheme.algorithm if scheme.algorithm in ("ring", "hierarchical") else "flat"
-    low, high = evidence.shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
-    fed = f"{prediction.feedback}{'+moments' if scheme.weighs(job.family) else ''}"
-    loss = evidence.find(rule.name(str(scheme.narrowest), fed), known)
+    low, high = shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
+    name = recommend.name(str(scheme.narrowest), prediction.feedback)
     exact = not scheme.compresses or scheme.narrowest == Cast("bf16")
-    code = scheme.how(cluster)
-    return Way(_name(scheme, fed, job.dtype, cluster), code, prediction.step_s, low, high, loss, exact)
-
-
-def _name(scheme: schemes.SumScheme, feedback: str, dtype: torch.dtype, cluster: Cluster) -> str:
+    shown = name
     if scheme.across is not None:
-        return f"{scheme.across} across nodes, {scheme.codec} inside"
-    if scheme.algorithm == "ring":
-        return str(scheme.codec) if scheme.compresses else _SHORT[dtype]
-    found = rule.name(str(scheme.codec), feedback)
-    usual = scheme.algorithm == fewest_roundings(cluster.world) and found != "bf16"  # torch's own has that name
-    return found if usual else f"{found}, {scheme.algorithm}"
+        shown = f"{scheme.across} across nodes, {scheme.codec} inside"
+    elif not scheme.compresses:
+        shown = _SHORT[job.dtype]
+    elif scheme.algorithm != "ring" and exact:
+        shown = f"{name}, {scheme.algorithm}"  # torch's own has the short name
+    return Way(shown, scheme.how(cluster), prediction.step_s, low, high, losses.get(name), exact)
 
 
 def _with_best_buckets(
-    job: TrainingJob, scheme: schemes.SumScheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
+    job: TrainingJob, scheme: SumScheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
 ) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.params * job.dtype.itemsize
@@ -95,58 +151,45 @@ def _with_best_buckets(
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
 
 
-def _parts(job: TrainingJob, prediction: Prediction, machine: Machine) -> str:
-    """A step, and what it is the sum of."""
-    handled = prediction.handled_s
-    waits = max(0.0, prediction.step_s - job.step_s - handled)
-    what = "copies and kernels" if machine.device == "cuda" else "copies, kernels and messages"
-    return (
-        f"{duration(prediction.step_s)}: {duration(job.step_s)} of compute, {duration(handled)} of {what}, "
-        f"{duration(waits)} of waiting for gradients"
-    )
-
-
-def _why_not(
-    job: TrainingJob, ordered: Sequence[Prediction], choice: Choice, cluster: Cluster, machine: Machine
+def _why(
+    job: TrainingJob, found: Sequence[Prediction], best: Prediction, choice: Recommendation, cluster: Cluster
 ) -> str:
-    """What stands against compression; `ordered` begins with none."""
-    plain, *others = ordered
-    if cluster.world == 1 or not others:
-        return "there is no other rank to send to" if cluster.world == 1 else "no codec was given"
+    """The times behind the recommendation; `found` begins with no compression."""
+    plain = found[0]
+    alone = f"a step without compression takes {_parts(job, plain)}"
+    if choice.compress:
+        return f"{alone}; with {choice.chosen.name} {_parts(job, best)}"
+    if cluster.world == 1:
+        return "there is no other rank to send to"
     if plain.exposed_s < GAIN * plain.step_s:
-        return f"a step takes {_parts(job, plain, machine)}: there is next to nothing to win"
+        return f"{alone}: there is next to nothing to gain"
     if choice.rival is None:
         return "no other scheme is known to keep the loss"
-    best = min((found for found in others if found.step_s == choice.rival.step_s), key=lambda found: found.error)
-    if best.work_s > plain.wire_s:
+    rival = min((one for one in found[1:] if one.step_s == choice.rival.step_s), key=lambda one: one.error)
+    if rival.work_s > plain.wire_s:
         return (
-            f"the links move the gradients in {duration(plain.wire_s)}; {choice.rival.name}, the best that keeps the "
-            f"loss, takes {duration(best.work_s)} for kernels and messages alone"
+            f"the links move the gradients in {units.duration(plain.wire_s)}; {choice.rival.name}, the best that keeps "
+            f"the loss, needs {units.duration(rival.work_s)} for kernels and messages alone"
         )
     return f"{choice.rival.name}, the best that keeps the loss, may be no faster"
 
 
-def _notes(choice: Choice, advised: Prediction, cluster: Cluster) -> Iterator[str]:
-    """What the advice risks, and what is faster; which buckets the advice is for; what nobody has measured."""
+def _parts(job: TrainingJob, prediction: Prediction) -> str:
+    copies = max(0.0, prediction.step_s - job.step_s - prediction.exposed_s)
+    shown = [units.duration(seconds) for seconds in (prediction.step_s, job.step_s, copies, prediction.exposed_s)]
+    return "{}: {} of compute, {} of copies, {} of exposed communication".format(*shown)
+
+
+def _notes(choice: Recommendation, advised: Prediction, cluster: Cluster) -> Iterator[str]:
+    """What would be faster; which buckets the advice is for; what was never compared with a measurement."""
     yield from choice.notes
     if choice.compress and advised.bucket_bytes != model.BUCKET_BYTES:
-        size = mebibytes(advised.bucket_bytes)
+        size = units.mebibytes(advised.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
-    known = evidence.shipped()  # steps that predictions were compared with
+    known = shipped()
     beyond = ["NCCL between ranks"] if cluster.transport == "nccl" else []
     beyond += [f"more than {known.most_ranks} ranks"] if cluster.world > known.most_ranks else []
     fast = any(link.bytes_per_s > known.fastest_bytes_per_s for link in cluster.links)
     beyond += [f"links above {8e-9 * known.fastest_bytes_per_s:.2g} Gbit/s"] if fast else []
     if beyond and cluster.world > 1:
-        yield f"never compared with a measured step: {', '.join(beyond)}. The ranges are those of what was compared"
-
-
-def mebibytes(nbytes: int) -> str:
-    """As DDP's bucket_cap_mb counts them, with a decimal where there is one."""
-    return f"{nbytes / 2**20:.1f}".removesuffix(".0")
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"
+        yield f"never compared with a measured step: {', '.join(beyond)}. The ranges are from what was compared"

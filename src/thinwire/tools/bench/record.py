@@ -6,8 +6,6 @@ Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...
 """
 
 import contextlib
-import csv
-import io
 import itertools
 import json
 import math
@@ -24,7 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import RecordError, ThinwireError
+from thinwire import __version__
+from thinwire.errors import RecordError
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +48,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("speedup_plain", "speedup_bf16", "bytes_per_step"),
     ),
     "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
+    "link": ("world", "link", "backend", "nbytes", *TIMES, "gbit_per_s"),
     "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
 }
 # A qat row that has an `op` is a speed row and has these instead.
@@ -71,10 +71,6 @@ class Record:
     def __post_init__(self) -> None:
         if self.kind not in COLUMNS:
             raise RecordError(f"kind must be one of {', '.join(COLUMNS)}, got {self.kind!r}")
-
-
-class BenchError(ThinwireError, ValueError):
-    """A benchmark was asked for what it does not know or cannot measure here."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -103,7 +99,7 @@ def conditions(device: "torch.device") -> dict[str, Value]:
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "thinwire": version(),
+        "thinwire": __version__,
         "torch": torch.__version__,
         "triton": _installed("triton", "pytorch-triton"),
         "python": platform.python_version(),
@@ -115,11 +111,6 @@ def conditions(device: "torch.device") -> dict[str, Value]:
     }
 
 
-def version() -> str:
-    text: str = sys.modules["thinwire"].__version__  # the public surface is above this room, so it is not imported
-    return text
-
-
 def dumps(record: Record) -> str:
     """The JSON text of a record, one row per line. JSON has no NaN or Inf: they become null."""
     rows = ",\n  ".join(_json(row) for row in record.rows)
@@ -127,26 +118,11 @@ def dumps(record: Record) -> str:
     return f'{head}"rows": [\n  {rows}\n ]}}\n' if record.rows else f'{head}"rows": []}}\n'
 
 
-def as_csv(record: Record) -> str:
-    """The rows with a header, every column that a row has, then the conditions as `conditions.date` and so on.
-
-    A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text. Line breaks
-    become spaces: a row is a line.
-    """
-    conditions = {f"conditions.{name}": value for name, value in record.conditions.items()}
-    header = list(dict.fromkeys([*(name for row in record.rows for name in row), *conditions]))
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(map(_cell, header))
-    lines.writerows([_cell({**row, **conditions}.get(name)) for name in header] for row in record.rows)
-    return text.getvalue()
-
-
-def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> None:
+def write(record: Record, path: str) -> None:
     if path == "-":
-        sys.stdout.write(form(record))
+        sys.stdout.write(dumps(record))
     else:
-        Path(path).write_text(form(record), encoding="utf-8")
+        Path(path).write_text(dumps(record), encoding="utf-8")
 
 
 def read(path: str) -> Record:
@@ -231,10 +207,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cell(value: Value) -> str:
-    return " ".join((value or "").splitlines()) if value is None or isinstance(value, str) else _json(value)
-
-
 def _installed(*names: str) -> str | None:
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -270,12 +242,14 @@ def _output(*command: str) -> str | None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line, with the last part of every path only: a record names no one's directories.
+    """The command line, with only the last part of every path: a record names nobody's directories.
 
-    In codecs a slash joins a pair.
+    A slash in --codecs joins a pair of codecs and stays.
     """
-    told = ["thinwire"]
+    script = Path(argv[0])
+    is_study = script.parent.name == "benchmarks"  # python -m benchmarks.NAME
+    shown = ["python", "-m", f"benchmarks.{script.stem}"] if is_study else ["thinwire"]
     for before, argument in itertools.pairwise(argv):
         pairs = "--codecs" in (before, argument.partition("=")[0])
-        told.append(argument if pairs else re.sub(r"[^=]*/", "", argument))
-    return shlex.join(told)
+        shown.append(argument if pairs else re.sub(r"[^=]*/", "", argument))
+    return shlex.join(shown)

@@ -1,141 +1,155 @@
-"""Effort, clocks, interleaved rounds, percentiles and means: how every benchmark takes its times."""
+"""Calls that all ranks make together, timed by turns on each rank (`take`), and the columns made of those times."""
 
 import contextlib
-import functools
-import itertools
+import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean, median, stdev
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from thinwire.kernels import BACKENDS, Backend
 from thinwire.tools.bench.record import Row
+from thinwire.tools.local import link as links
 
 Call = Callable[[], object]
-_CYCLES_PER_MS = 2_000_000  # about
-_WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold
+CPU = torch.device("cpu")
+NOTHING = "nothing"  # an empty call: it shows what the barriers around a call send
+_STEADY = (6, 24)  # calls in a row, at least and at most; the first third only warms up
+_STEADY_S = 0.3  # of calls in a row, at most
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much a run measures; more rounds => steadier medians."""
 
-    rounds: int  # at least, of all calls by turns
+    rounds: int  # at least
     most: int = 0  # rounds, while `seconds` last
     seconds: float = 0.0  # per call
-    launches: int = 1  # of a call in a row, on a GPU; more => less of the clock's own error
-    slow_rounds: int = 3  # of what is slow: torch eager
-    slow_numel: int = 1 << 21  # elements at most, where something slow is compared
 
     def goes_on(self, rounds: int, seconds: float) -> bool:
         """Whether another round follows after so many, which took so many seconds per call."""
         return rounds < self.rounds or (rounds < self.most and seconds < self.seconds)
 
 
-_EFFORTS = {
-    ("cpu", False): Effort(9),
-    ("cpu", True): Effort(3, slow_rounds=1, slow_numel=1 << 18),
-    ("cuda", False): Effort(20, launches=5, slow_numel=1 << 24),
-    ("cuda", True): Effort(5, launches=3, slow_rounds=1, slow_numel=1 << 18),
-}
+@dataclass
+class Sample:
+    """One rank's measurements of one call, round by round."""
+
+    ms: list[float] = field(default_factory=list)  # until all is done
+    cpu_ms: list[float] = field(default_factory=list)
+    interface_bytes: list[int] = field(default_factory=list)
+    transport_bytes: list[int] = field(default_factory=list)  # empty where torch sends by itself
+    host_ms: list[float] = field(default_factory=list, kw_only=True)  # until the call returns
+    steady_ms: list[float] = field(default_factory=list, kw_only=True)  # the same, for calls in a row
 
 
-def effort_on(device: torch.device, quick: bool) -> Effort:
-    return _EFFORTS["cuda" if device.type == "cuda" else "cpu", quick]
+Samples = Sequence[Mapping[str, Sample]]  # by rank, then by call
 
 
-def name_of(backend: Backend) -> str:
-    return next(name for name, entry in BACKENDS.items() if entry is backend)
+def take(
+    calls: Mapping[str, Call],
+    samples: Mapping[str, Sample],
+    effort: Effort,
+    *,
+    shaped: bool,
+    transport: Callable[[str], int | None],
+    prepare: Call = lambda: None,
+    device: torch.device = CPU,
+) -> None:
+    """Fill `samples`, of all calls and NOTHING; rank 0 decides when there are enough rounds.
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def interleave(
-    calls: Mapping[str, Call], rounds: int, device: torch.device, launches: int = 1, ahead_ms: float = 1.0
-) -> dict[str, list[float]]:
-    """Milliseconds of every call in every round: all calls once per round, so that a slow spell hits them alike.
-
-    One round before them is not counted: it touches the buffers, fills caches, compiles what is compiled late. On a
-    GPU a call is launched `launches` times in a row, and its time is their mean; see `cuda_ms`.
+    A call follows `prepare` and a barrier. `shaped`: bytes are counted at the interface of this rank's host.
+    `transport` returns the bytes a call has passed to thinwire's transport so far, or None.
     """
-    on_device = functools.partial(cuda_ms, launches=launches, ahead_ms=ahead_ms)
-    clock = on_device if device.type == "cuda" else host_ms
-    taken = [{name: clock(call) for name, call in calls.items()} for _ in range(rounds + 1)][1:]
-    return {name: [times[name] for times in taken] for name in calls}
+    names = list(samples)
+    begun = time.monotonic()
+    rounds = 0
+    while _rank_0_decides(effort.goes_on(rounds, (time.monotonic() - begun) / len(names)), device):
+        first = rounds % len(names)  # each has every place in turn: what runs before a call may help or hurt
+        for name in names[first:] + names[:first]:
+            prepare()
+            _time(calls.get(name, lambda: None), samples[name], shaped, partial(transport, name), device)
+        rounds += 1
+    if device.type == "cuda":
+        for name, call in calls.items():
+            samples[name].steady_ms = _in_a_row(call, samples[name], device)
 
 
-def host_ms(call: Call) -> float:
-    """Milliseconds of a call that returns when its work is done."""
+def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None], device: torch.device) -> None:
+    meet(device)
+    interface = links.sent() if shaped else 0
+    before = transport()
+    cpu = time.process_time()
     start = time.perf_counter()
     call()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def cuda_ms(call: Call, launches: int = 1, ahead_ms: float = 1.0) -> float:
-    """Milliseconds that the work of a call takes on the current stream: the mean of `launches` in a row.
-
-    The device waits for `ahead_ms` while the host queues them; where that is long enough, no launch gap is timed.
-
-    Where there are several, one goes before them untimed: the caches then hold, and have yet to write back, what such
-    a call leaves there, not what another did.
-    """
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(ahead_ms * _CYCLES_PER_MS))
-    if launches > 1:
-        call()
-    start.record()
-    for _ in range(launches):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    taken: float = start.elapsed_time(end)
-    return taken / launches
-
-
-def launched_ms(call: Call, launches: int, device: torch.device) -> float:
-    """Milliseconds per call where nothing runs ahead: `launches` in a row, by the host's clock, launching too."""
-
-    def all_of_them() -> None:
-        for _ in range(launches):
-            call()
-        synchronize(device)
-
+    sample.host_ms.append(1e3 * (time.perf_counter() - start))
     synchronize(device)
-    return host_ms(all_of_them) / launches
+    sample.ms.append(1e3 * (time.perf_counter() - start))
+    sample.cpu_ms.append(1e3 * (time.process_time() - cpu))
+    dist.barrier()  # by then this rank's buffers are sent, too
+    sample.interface_bytes.append((links.sent() if shaped else 0) - interface)
+    if before is not None:
+        sample.transport_bytes.append((transport() or 0) - before)
+
+
+def _in_a_row(call: Call, sample: Sample, device: torch.device) -> list[float]:
+    """Milliseconds until each of several calls returns, none of which waits for the one before."""
+    least, most = _STEADY
+    count = _rank_0_decides(int(1e3 * _STEADY_S / max(median(sample.ms), 1e-3)), device)
+    times = []
+    meet(device)
+    for _ in range(min(most, max(least, count))):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    meet(device)
+    return times[len(times) // 3 :]
+
+
+def meet(device: torch.device) -> None:
+    """Return when all ranks are here; a GPU then has nothing left to do."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
-def rotate(calls: Sequence[Call]) -> Call:
-    turns = itertools.cycle(calls)
-    return lambda: next(turns)()
+def _rank_0_decides(mine: int, device: torch.device) -> int:
+    shared = torch.tensor([mine], device=device)
+    dist.broadcast(shared, 0)
+    return int(shared)
 
 
-def captured(call: Call) -> Call:
-    """A call that replays, as one CUDA graph, what `call` does on the current stream."""
-    side = torch.cuda.Stream()
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            call()
-    current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    # A graph knows addresses alone: the captured call holds its buffers as long as it is replayed.
-    return functools.partial(lambda held: graph.replay(), call)
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The same where all bits are the same."""
+    found = hashlib.blake2b()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch, and thinwire's kernels with it, use `count` threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Columns.
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
@@ -149,27 +163,56 @@ def columns(times: Sequence[float]) -> Row:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Over seeds; None where there is none, or where one of them diverged."""
+    """The mean over seeds; None where there is none, or where one of them diverged."""
     return fmean(values) if values and all(map(math.isfinite, values)) else None
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean, which more seeds would make smaller; None where there is no mean, or one seed."""
+    """The standard error of the mean; None where there is no mean, or one seed."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 and mean(values) is not None else None
 
 
-def note_of(error: Exception) -> str:
-    """What a row says of a case that failed: the kind of the error and the first line of its text."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first[:200]}"
+def slowest(samples: Samples, name: str, clock: str = "ms") -> list[float]:
+    """Milliseconds of each round of a call: those of the slowest rank."""
+    return [max(of_ranks) for of_ranks in zip(*(getattr(part[name], clock) for part in samples), strict=True)]
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch, and thinwire's kernels with it, use `count` threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
+    """A call's times, beside torch's own in fp32 and bf16; on a GPU, what the call costs the host as well."""
+    times = slowest(samples, name)
+    plain_ms, bf16_ms = (median(slowest(samples, other)) for other in (plain, bf16))
+    return {
+        **columns(times),
+        "plain_ms": plain_ms,
+        "bf16_ms": bf16_ms,
+        "speedup_plain": plain_ms / median(times),
+        "speedup_bf16": bf16_ms / median(times),
+        "cpu_ms_per_rank": cpu_ms([part[name] for part in samples]),
+        "rounds": len(times),
+        **_on_host(samples, name, plain),
+    }
+
+
+def _on_host(samples: Samples, name: str, plain: str) -> Row:
+    """What a call costs the host, and what torch's own does; without a GPU that is the call's whole time."""
+    if not samples[0][name].steady_ms:
+        return {"host_ms": None}
+    found: Row = {}
+    for prefix, call in (("", name), ("plain_", plain)):
+        found[f"{prefix}host_ms"] = median(slowest(samples, call, "host_ms"))
+        found[f"{prefix}host_steady_ms"] = median(slowest(samples, call, "steady_ms"))
+    return found
+
+
+def cpu_ms(samples: Sequence[Sample]) -> float:
+    return fmean(median(sample.cpu_ms) for sample in samples)
+
+
+def sent(samples: Samples, name: str, counter: str) -> float | None:
+    """Bytes per call by the rank that sends most, less those of the barriers; None where `counter` counted none."""
+    counted = [
+        median(getattr(part[name], counter)) - median(getattr(part[NOTHING], counter) or [0])
+        for part in samples
+        if getattr(part[name], counter)
+    ]
+    return max(counted, default=None)

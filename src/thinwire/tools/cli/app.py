@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from thinwire import __version__
 from thinwire.tools.cli import screen
 
 _COMMANDS = {  # each a module of this room
     "demo": "See it work: train a small GPT plainly and compressed.",
-    "bench": "Measure codecs, kernels, collectives and training.",
+    "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
     "report": "Show records as tables, plots, an HTML page.",
     "doctor": "Say what works on this machine, and what to do.",
@@ -31,8 +32,8 @@ Exit status:
 Example:
   thinwire demo
   thinwire doctor
-  thinwire bench codec --quick --json codec.json
-  thinwire report codec.json --html codec.html
+  thinwire bench step --quick --json step.json
+  thinwire report step.json --html step.html
   thinwire --install-completion
 """
 
@@ -78,7 +79,7 @@ def _one_line(message: Warning | str, *place: Any, **more: Any) -> str:
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"thinwire {sys.modules['thinwire'].__version__}")
+        typer.echo(f"thinwire {__version__}")
         raise typer.Exit
 
 

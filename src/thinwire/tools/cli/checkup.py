@@ -13,8 +13,9 @@ import torch
 from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu, select, use_backend
 from thinwire.kernels.triton.compiling import compiling
-from thinwire.tools.bench import link as links, selftest
 from thinwire.tools.bench.record import Progress
+from thinwire.tools.cli import selftest
+from thinwire.tools.local import link as links
 
 PYTHON = (3, 11)  # the oldest that serves
 TORCH = (2, 11)
@@ -51,7 +52,6 @@ def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]
     yield from _chosen_interfaces()
     yield _host_name()
     yield _shaping()
-    yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
     yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
 
 
@@ -142,16 +142,16 @@ def _transport(name: str, todo: str) -> Finding:
 
 def _interfaces() -> Finding:
     """Network interfaces other than loopback that are not down, with the rate each reports."""
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and _told(name, "operstate") != "down"]
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and _attribute(name, "operstate") != "down"]
     if not names:
         todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
         return Finding("interfaces", None, "loopback only", todo)
-    speeds = {name: _told(name, "speed") for name in names}  # of a virtual interface there is none, or it is -1
-    told = (f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name for name, speed in speeds.items())
-    return Finding("interfaces", True, ", ".join(told))
+    speeds = {name: _attribute(name, "speed") for name in names}  # of a virtual interface there is none, or it is -1
+    shown = (f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name for name, speed in speeds.items())
+    return Finding("interfaces", True, ", ".join(shown))
 
 
-def _told(interface: str, what: str) -> str:
+def _attribute(interface: str, what: str) -> str:
     try:
         return Path("/sys/class/net", interface, what).read_text().strip()
     except OSError:
@@ -181,7 +181,7 @@ def _chosen_interfaces() -> Iterator[Finding]:
 
 
 def _host_name() -> Finding:
-    """gloo binds to the address that the host's name stands for, unless it is told an interface."""
+    """gloo binds to the address the hostname resolves to, unless an interface is set."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -1,6 +1,5 @@
 """`thinwire demo`: train a small GPT plainly and compressed, show what that did, and write a report of it."""
 
-import contextlib
 import os
 import sys
 import tempfile
@@ -12,37 +11,36 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from thinwire.errors import CodecError, RecordError
-from thinwire.tools.advise import machine as machines
-from thinwire.tools.advise.machine import Machine
-from thinwire.tools.bench import demo, link as links, tasks
-from thinwire.tools.bench.record import Record, read, write
-from thinwire.tools.cli import findings, flags, screen
-from thinwire.tools.report import charts, draw, page, tables
+from thinwire.errors import CodecError
+from thinwire.tools.advise import cluster
+from thinwire.tools.advise.cluster import Machine
+from thinwire.tools.bench import step
+from thinwire.tools.bench.record import Record, write
+from thinwire.tools.cli import findings, flags, screen, training
+from thinwire.tools.local import link as links
+from thinwire.tools.report import draw, page, tables
 
 FOLDER = Path("thinwire-report")
 RECORD = "demo.json"
 TITLE = "thinwire demo: a small GPT, its gradients compressed"
 CODECS = (
-    f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: auto, lloyd2@none. "
-    "bf16 is torch's own hook."
+    f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto, lloyd2@ef21. bf16 is torch's hook."
 )
-STEPS = f"Per run; default {tasks.DEMO.steps}, quick {tasks.QUICK_DEMO.steps}."
+STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
 LINK = (
     "Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root, or a system that "
     "lets users make network namespaces."
 )
 OUT = f"Directory of the report; default {FOLDER}. New, empty, or that of an earlier demo."
-JSON = 'Write the record there too; "-" is standard output, with no table.'
 
 
 def command(
-    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = demo.WORLD,
+    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = 2,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help=STEPS)] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE", help=LINK)] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help=OUT)] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help=JSON)] = None,
+    json: flags.Json = None,
     whole: screen.All = False,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
 ) -> None:
@@ -50,9 +48,9 @@ def command(
 
     The network learns the text of Python's help pages. Nothing is downloaded, and no GPU is needed. Every codec trains
     from the same three seeds on the same batches. The demo prints the loss against fp32, the bytes and the time per
-    step as measured here, and a verdict: the fastest codec whose loss stays within what another seed does, for links
-    of 100mbit to 100gbit, by the rule and the cost model of thinwire advise. It takes two to four minutes on two cores.
-    With --quick there are too few seeds for a verdict.
+    step as measured here, and a verdict: the fastest codec whose loss stays within the seed-to-seed spread, for links
+    of 100mbit to 100gbit, by the rule and the cost model of thinwire advise. It takes about a minute on two cores. With
+    --quick there are too few seeds for a verdict.
 
     The report is one page (index.html) with plots (PNG files) and the record (demo.json). In the directory of an
     earlier demo its files are replaced; others are left alone. Without matplotlib (the extra "report") the tables are
@@ -68,7 +66,7 @@ def command(
     """
     named = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
-        demo.lineup(named)
+        step.lineup(named or ())
     shaped = flags.shaped(link)
     flags.writable(json, "--json")
     folder = out or FOLDER
@@ -80,7 +78,7 @@ def command(
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
         _make(folder)
-        record, status = screen.measured(partial(demo.run, world, named, steps, shaped, quick))
+        record, status = screen.measured(partial(training.run, world, named, steps, shaped, quick))
         written = _deliver(record, folder, json)
     raise typer.Exit(status if written else 1)
 
@@ -94,7 +92,7 @@ def _start_again_as_own_root() -> NoReturn:
 
 def _deliver(record: Record, folder: Path, json: str | None) -> bool:
     """Write the record and the report, print the tables and what they mean; whether all could be written."""
-    own = machines.recorded("cpu")
+    own = cluster.recorded("cpu")
     writes: dict[str, Callable[[], None]] = {} if json is None else {json: lambda: write(record, json)}
     if record.rows:
         writes[str(folder)] = lambda: _write(record, own, folder)
@@ -119,24 +117,18 @@ def show(record: Record, machine: Machine, console: Console) -> None:
 
 
 def _write(record: Record, machine: Machine, folder: Path) -> None:
-    kept = folder / RECORD
-    with contextlib.suppress(RecordError):  # the plots of an earlier demo go: this one may draw fewer
-        for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(kept))))):
-            (folder / f"{name}.png").unlink(missing_ok=True)
-    write(record, str(kept))
-    paths = []
+    write(record, str(folder / RECORD))
+    paths = [folder / RECORD]
     try:
         draw.check()
-        cards = [page.Card(one.heading, one.choice) for one in findings.outlooks(record, machine)[:1]]
-        laid = findings.links_grid(record, machine)
         drawn = findings.charts(record, machine)
-        told = findings.sentences(record)
-        index = folder / page.INDEX
-        page.save(page.page([record], title=TITLE, notes=told, cards=cards, grids=laid, drawings=drawn), index)
-        paths = [index, *page.write_pngs([record], folder, drawn)]
+        verdict = next(((one.heading, one.choice) for one in findings.outlooks(record, machine)), None)
+        more = {"notes": findings.sentences(record), "grids": findings.links_grid(record, machine), "drawings": drawn}
+        page.save(page.page([record], title=TITLE, verdict=verdict, **more), folder / page.INDEX)
+        paths = [folder / page.INDEX, *page.write_pngs([*drawn, *draw.charts(record)], folder), *paths]
     except draw.PlotError as error:
         typer.echo(f"no page, no plots: {error}", err=True)
-    typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)
+    typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
 
 
 def _make(folder: Path) -> None:

@@ -88,14 +88,15 @@ def _say(works: bool | None, line: str) -> None:
 def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is in the findings
     from thinwire.errors import AdviceError
-    from thinwire.tools.advise import measure
     from thinwire.tools.cli import peers
+    from thinwire.tools.local import torchrun
 
-    if absent := [name for name in measure.ENVIRONMENT if name not in os.environ]:
+    with screen.usage_errors("environment", AdviceError):
+        place = torchrun.place()
+    if place is None:
+        absent = [name for name in torchrun.ENVIRONMENT if name not in os.environ]
         hint = f"expected {', '.join(absent)} in the environment: run it on every machine as `{TORCHRUN}`"
         raise typer.BadParameter(hint, param_hint="--peers")
-    with screen.usage_errors("environment", AdviceError):
-        place = measure.place()
     with screen.plain_errors():
         found = peers.examine(place, timeout)
     if place.rank == 0:

@@ -5,21 +5,35 @@ import re
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
-from thinwire.tools.bench import link as links
-from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.record import BenchError
 from thinwire.tools.cli.screen import usage_errors
+from thinwire.tools.local import link as links
+from thinwire.tools.local.link import BenchError, ShapedLink
 
 Device = StrEnum("Device", ["cpu", "cuda"])
-Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
+Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 _OPTION = re.compile(r"\s*\w+\s*=")  # "mode=affine"; a codec has a ":" or "(" before its first "="
 _COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) and byname(...)
+
+
+def option(text: str, metavar: str = "A,B") -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+def count(text: str, least: int = 1, most: int | None = None) -> Any:
+    return typer.Option(min=least, max=most, metavar="N", help=text)
+
+
+Codecs = Annotated[Words, option("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
+LinkRate = Annotated[str | None, option("A shaped link for every rank, such as 1gbit; needs root.", "RATE")]
+Json = Annotated[str | None, option('Write the record there; "-" is standard output, with no table.', "FILE")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
 
 
 def codecs(given: Sequence[str] | None, default: Sequence[str]) -> list[Codec]:
@@ -54,17 +68,25 @@ def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> l
     return found or None
 
 
-def counts(given: Sequence[str] | None, flag: str) -> list[int] | None:
-    """The positive integers of a flag that may be repeated; None where it was not given."""
+def counts(given: Sequence[str] | None, flag: str, least: int = 1, most: int | None = None) -> list[int] | None:
+    """The integers of a flag that may be repeated; None where it was not given."""
     found = _pieces(given)
     for word in found:
-        if not re.fullmatch(r"[1-9]\d*", word):
-            raise typer.BadParameter(f"expected integers from 1 on such as 1,2, got {word!r}", param_hint=flag)
+        if not re.fullmatch(r"[1-9]\d*", word) or int(word) < least or (most is not None and int(word) > most):
+            limits = f"{least} to {most}" if most is not None else f"{least} on"
+            raise typer.BadParameter(f"expected integers from {limits}, got {word!r}", param_hint=flag)
     return list(map(int, found)) or None
 
 
 def _pieces(given: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(word.strip() for text in given or () for word in text.split(",")))
+
+
+def refuse(why: str, **given: object) -> None:
+    """No flag is accepted and then ignored."""
+    for flag, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(why, param_hint=f"--{flag}")
 
 
 def writable(path: str | None, flag: str) -> None:

@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import thinwire.wire
-from thinwire.collectives import transport as transports
 from thinwire.errors import ThinwireError
-from thinwire.tools.advise import measure
-from thinwire.tools.advise.links import TRANSPORTS
-from thinwire.tools.advise.measure import Place
+from thinwire.tools.local import torchrun
+from thinwire.tools.local.torchrun import RankPlace
 
 _GRACE_S = 5.0  # for what others have said already to be read
 _POLL_S = 0.02
@@ -61,7 +59,7 @@ class Found:
     received: list[dict[int, float]]  # by rank: bytes per second from each other rank
 
 
-def examine(place: Place, patience_s: float) -> Found:
+def examine(place: RankPlace, patience_s: float) -> Found:
     """Rates are measured only where nothing was found wrong before: a disagreement may leave ranks waiting."""
     meeting = Meeting(place, patience_s)  # to the end: others may still use its store
     cards, problems = meeting.hold(own_card(place))
@@ -79,7 +77,7 @@ def examine(place: Place, patience_s: float) -> Found:
 class Meeting:
     """The ranks' store, as one rank uses it."""
 
-    def __init__(self, place: Place, patience_s: float) -> None:
+    def __init__(self, place: RankPlace, patience_s: float) -> None:
         self.place = place
         self.patience_s = patience_s
         self.address = os.environ["MASTER_ADDR"]
@@ -146,9 +144,9 @@ class Meeting:
         return problems
 
 
-def own_card(place: Place) -> Card:
-    device = own_device(place)
-    backend = TRANSPORTS[device.type]
+def own_card(place: RankPlace) -> Card:
+    device = place.device
+    backend = torchrun.BACKENDS[device.type]
     return {
         "host": socket.gethostname(),
         "interface": way_out(backend),
@@ -161,12 +159,6 @@ def own_card(place: Place) -> Card:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "wire": thinwire.wire.VERSION,
     }
-
-
-def own_device(place: Place) -> torch.device:
-    """A GPU where every rank of this machine has one of its own."""
-    has_gpu = torch.cuda.device_count() >= max(place.per_node, place.local_rank + 1)
-    return torch.device("cuda", place.local_rank) if has_gpu else torch.device("cpu")
 
 
 # What ranks say, judged.
@@ -201,11 +193,11 @@ def unreachable(cards: Mapping[int, Card]) -> list[str]:
 # The exchange.
 
 
-def exchange(place: Place, patience_s: float) -> list[dict[int, float]]:
+def exchange(place: RankPlace, patience_s: float) -> list[dict[int, float]]:
     """By rank: the bytes per second that come from each other rank. ThinwireError where that cannot be measured."""
-    device = own_device(place)
+    device = place.device
     try:
-        with measure.job(device, timedelta(seconds=patience_s)):
+        with torchrun.job(device, timedelta(seconds=patience_s)):
             mine = _rates(device)
             found = [mine] * place.world
             dist.all_gather_object(found, mine)
@@ -221,33 +213,14 @@ def _rates(device: torch.device) -> dict[int, float]:
     world = dist.get_world_size()
     if world == 1:
         return {}
-    first_s = torch.tensor(_exchange_s(1, _SMALL, device), dtype=torch.float64, device=device)
+    first_s = torch.tensor(
+        median(torchrun.exchange_s(_SMALL, device, rounds=_ROUNDS)), dtype=torch.float64, device=device
+    )
     dist.all_reduce(first_s, dist.ReduceOp.MAX)
     share_s = _MEASURE_S / (world - 1) / (_ROUNDS + 1)
     size = min(max(_SMALL, int(_SMALL * share_s / float(first_s))), _LARGE)
-    return {(rank - shift) % world: size / _exchange_s(shift, size, device) for shift in range(1, world)}
-
-
-def _exchange_s(shift: int, size: int, device: torch.device) -> float:
-    """Seconds until what the rank `shift` before this one sends is here."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    sent = torch.zeros(size, dtype=torch.uint8, device=device)
-    came = torch.empty_like(sent)
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        transports.barrier(transports.resolve(None), device)
-        start = time.perf_counter()
-        receive = dist.P2POp(dist.irecv, came, (rank - shift) % world)
-        send = dist.P2POp(dist.isend, sent, (rank + shift) % world)
-        first, *others = dist.batch_isend_irecv([receive, send])
-        first.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-        for work in others:
-            work.wait()
-    return median(taken[1:])
+    taken = {shift: torchrun.exchange_s(size, device, shift=shift, rounds=_ROUNDS) for shift in range(1, world)}
+    return {(rank - shift) % world: size / median(times) for shift, times in taken.items()}
 
 
 # Addresses.

@@ -11,18 +11,18 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import charts, compare, draw, page, tables
+from thinwire.tools.report import compare, draw, page, tables
 from thinwire.tools.report.cells import text
 
 HTML = "Write one page there: to x.html, or to index.html in a directory."
-PNG = "Write every plot to a directory; to x.png, gain by link and loss against fp32 side by side."
+PNG = "Write every plot to that directory."
 WORSE = "Exit with 1 where the second record is worse by more than noise, or lacks rows of the first."
 
 
 def command(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help='Records; "-" is standard input.')],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
-    png: Annotated[str | None, typer.Option(metavar="PATH", help=PNG)] = None,
+    png: Annotated[str | None, typer.Option(metavar="DIR", help=PNG)] = None,
     html: Annotated[str | None, typer.Option(metavar="PATH", help=HTML)] = None,
     whole: screen.All = False,
     fail_on_regression: Annotated[bool, typer.Option("--fail-on-regression", help=WORSE)] = False,
@@ -30,16 +30,14 @@ def command(
     """Show records: tables, plots, an HTML page; two of a kind are compared.
 
     Records are what `thinwire bench ... --json FILE` writes. Two records of one kind are compared after their tables,
-    the second with the first, row by row. A row got worse where its change lies beyond the spread of both runs
-    (docs/reference/report.md says how that is known).
+    the second with the first, row by row. A row got worse where its change lies beyond the spread of both runs.
 
     --png and --html need the extra "report" (matplotlib). The page needs nothing else: no network, no scripts.
 
     \b
     Example:
-      thinwire report --markdown codec.json >> README.md
-      thinwire report codec.json train.json --html page.html --png plots
-      thinwire report train_100mbit.json train_1gbit.json train.json --png banner.png
+      thinwire report --markdown step.json >> README.md
+      thinwire report step.json link.json --html page.html --png plots
       thinwire report before.json after.json --fail-on-regression
     """
     pictures = _target(png, "--png")
@@ -104,53 +102,20 @@ def _why_not(records: list[Record]) -> str:
     return f"the two {kinds[0]} records share no row: none has the same {labels} in both"
 
 
-def _cards(records: list[Record], names: list[str]) -> list[page.Card]:
-    """The verdicts on the training records of DDP that have seeds enough."""
-    if not any(one.kind == "train" for one in records):
-        return []
-    from thinwire.tools.advise import machine as machines  # they need torch, which takes seconds
-    from thinwire.tools.cli import findings
-
-    own = machines.recorded("cpu")
-    found = []
-    for place, trained in enumerate(records):
-        if trained.kind == "train" and {row["parallel"] for row in trained.rows} == {"ddp"}:
-            name = names[place] if names else "this record"
-            verdicts = findings.outlooks(trained, own, name)[:1]
-            found += [page.Card(f"{one.heading} ({name})", one.choice) for one in verdicts]
-    return found
-
-
 def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> bool:
     """Write the page and the plots; whether all could be written."""
     files: dict[str, Callable[[], None]] = {}
     if html is not None:
         is_page = html.suffix.lower() in (".html", ".htm") and not html.is_dir()
         place = html if is_page else html / page.INDEX
-        files[str(place)] = lambda: _write_page(records, names, place)
+        files[str(place)] = lambda: page.save(page.page(records, names=names), place)
     if png is not None:
-        files[str(png)] = lambda: _write_plots(records, png)
-    return screen.write_all(files)
-
-
-def _write_page(records: list[Record], names: list[str], path: Path) -> None:
-    page.save(page.page(records, names=names, cards=_cards(records, names)), path)
-    typer.echo(f"wrote {path}", err=True)
-
-
-def _write_plots(records: list[Record], png: Path) -> None:
-    """Every plot to a directory, or some side by side to a file."""
-    if png.suffix.lower() != ".png" or png.is_dir():
-        found = page.write_pngs(records, png)
-    else:
-        drawn = charts.banner(records)
-        found = [png] if drawn else []
-        if drawn:
-            png.parent.mkdir(parents=True, exist_ok=True)
-            png.write_bytes(draw.png(*drawn))
-    for path in found:
+        charts = [chart for found in records for chart in draw.charts(found)]
+        if charts:
+            files[str(png)] = lambda: page.write_pngs(charts, png) and None
+        else:
+            typer.echo("no plots: the records hold nothing to draw", err=True)
+    written = screen.write_all(files)
+    for path in files if written else ():
         typer.echo(f"wrote {path}", err=True)
-    if not found:
-        banner = f"{png} shows gains by link and losses of training records; a directory gets every plot"
-        some = any(map(charts.of, records))
-        typer.echo(f"no plots: {banner if some else 'the records hold nothing to draw'}", err=True)
+    return written

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import Interrupted, Progress, Record
-from thinwire.tools.rule import Choice
+from thinwire.tools.recommend import Recommendation
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -126,7 +126,7 @@ def say(text: str, on: Console | None = None, style: str | None = None) -> None:
     shown.print(text, style=style, soft_wrap=not shown.is_terminal)
 
 
-def say_choice(choice: Choice, on: Console | None = None) -> None:
+def say_choice(choice: Recommendation, on: Console | None = None) -> None:
     """The three lines of a verdict."""
     for place, line in enumerate(choice.lines):
         say(line, on, None if place else "bold")
@@ -141,9 +141,9 @@ def say_notes(notes: Iterable[str], on: Console | None = None) -> None:
 def progress() -> Iterator[Progress]:
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    told = bars.TextColumn("{task.description}")
+    text = bars.TextColumn("{task.description}")
     times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
-    parts = (told, bars.BarColumn(), bars.MofNCompleteColumn(), *times)
+    parts = (text, bars.BarColumn(), bars.MofNCompleteColumn(), *times)
     with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
         def follow(cases: Sequence[Any]) -> Iterable[Any]:

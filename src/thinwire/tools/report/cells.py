@@ -14,20 +14,20 @@ Tone = Literal["", "good", "bad"]
 
 @dataclass(frozen=True)
 class TextGrid:
-    """A table before it has a look: texts only, the first `labels` columns name the row, the others are numbers."""
+    """A table before it has a look: texts only; the first `labels` columns name the row, the others are numbers."""
 
     title: str
     header: list[str]
     rows: list[list[str]]
     labels: int = 1
-    tones: list[Tone] = field(default_factory=list)  # of each row, where one is worse than it was
+    tones: list[Tone] = field(default_factory=list)  # of each row, where one is better or worse than others
 
     def first(self, columns: int) -> "TextGrid":
         """The same with so many columns."""
         return replace(self, header=self.header[:columns], rows=[row[:columns] for row in self.rows])
 
     @property
-    def told(self) -> tuple[str, str]:
+    def parts(self) -> tuple[str, str]:
         """The title in two parts: what the table is, and how to read it."""
         what = re.split(r"(?=[.:;] )", self.title, maxsplit=1)[0]
         return what, self.title.removeprefix(what)
@@ -35,25 +35,29 @@ class TextGrid:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its header, and the cell of a row."""
+    """A column of a table: its header, the column of the record, and how a value is written."""
 
     header: str
-    cell: Callable[[Row], str]
+    name: str
+    show: Callable[[Value], str]
 
-    @classmethod
-    def of(cls, header: str, name: str, show: Callable[[Value], str]) -> "Column":
-        """A column of the record, each value as `show` writes it."""
-        return cls(header, lambda row: show(row.get(name)))
+    def cell(self, row: Row) -> str:
+        return self.show(row.get(self.name))
 
 
 def grid(title: str, rows: Sequence[Row], columns: Sequence[Column], labels: int) -> TextGrid:
-    return TextGrid(
-        title, [column.header for column in columns], [[c.cell(row) for c in columns] for row in rows], labels
-    )
+    """A line per row; columns that are empty in every row are left out."""
+    kept = [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
+    labels -= sum(column not in kept for column in columns[:labels])
+    return TextGrid(title, [column.header for column in kept], [[c.cell(row) for c in kept] for row in rows], labels)
 
 
-def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    return [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
+def pivot(title: str, rows: Sequence[Row], label: str, across: str, value: Column) -> TextGrid:
+    """A line per value of column `label`, a column per value of column `across`."""
+    at = {(text(row[label]), text(row[across])): value.cell(row) for row in rows}
+    heads = distinct(rows, across)
+    lines = [[name, *(at.get((name, head), ABSENT) for head in heads)] for name in distinct(rows, label)]
+    return TextGrid(title, [label, *heads], lines)
 
 
 def distinct(rows: Sequence[Row], column: str) -> list[str]:
@@ -75,19 +79,13 @@ def alike(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
 
 
 def text(value: Value) -> str:
-    """A value as it is, or a dash. Line breaks are spaces; what no screen can show, control codes say, is "\ufffd"."""
+    """A value as it is, or a dash. Line breaks become spaces; control codes and the like become "\ufffd"."""
     shown = ABSENT if value is None else str(value)
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "\ufffd" for letter in shown)
 
 
-def commit(value: Value) -> str:
-    """Twelve digits, and whether files differed from that commit."""
-    told = text(value)
-    return told[:12] + ("-dirty" if told.endswith("-dirty") else "")
-
-
 def number(value: Value, times: float = 1) -> float | None:
-    """The value, `times` as large, where it is a number, finite and not too large for one."""
+    """The value, `times` as large, where it is a finite number."""
     try:
         found = times * float(value) if isinstance(value, float | int) else math.nan
     except OverflowError:
@@ -95,10 +93,14 @@ def number(value: Value, times: float = 1) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def fixed(value: Value, decimals: int) -> str:
-    """4.53."""
-    found = number(value)
-    return ABSENT if found is None else f"{found:.{decimals}f}"
+def fixed(decimals: int, sign: str = "") -> Callable[[Value], str]:
+    """4.53, or +0.012 with a sign."""
+
+    def show(value: Value) -> str:
+        found = number(value)
+        return ABSENT if found is None else f"{found:{sign}.{decimals}f}"
+
+    return show
 
 
 def scientific(value: Value) -> str:
@@ -119,18 +121,14 @@ def significant(value: Value, times: float = 1) -> str:
     return f"{found:.{max(0, decimals)}f}"
 
 
-def signed(value: Value, decimals: int = 3) -> str:
-    """+0.012."""
-    found = number(value)
-    return ABSENT if found is None else f"{found:+.{decimals}f}"
+def scaled(times: float) -> Callable[[Value], str]:
+    return lambda value: significant(value, times)
 
 
-def percent(value: Value, decimals: int | None = None) -> str:
-    """0.4%, 5.2%, 96%; or with as many decimals as asked for."""
+def percent(value: Value) -> str:
+    """0.4%, 5.2%, 96%."""
     found = number(value)
-    if found is None:
-        return ABSENT
-    return f"{100 * found:.{(0 if found >= 0.1 else 1) if decimals is None else decimals}f}%"
+    return ABSENT if found is None else f"{100 * found:.{0 if found >= 0.1 else 1}f}%"
 
 
 def counted(count: int | str, noun: str) -> str:

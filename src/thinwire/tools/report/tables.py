@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.tools.bench.record import Record
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, commit, counted, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, text
 from thinwire.tools.report.kinds import grids
+
+_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red"}
 
 
 def show(record: Record, console: Console) -> None:
@@ -25,7 +27,7 @@ def show(record: Record, console: Console) -> None:
 
 def show_grid(laid: TextGrid, console: Console) -> None:
     """Print one table under its title. On a terminal that is too narrow the last columns are left out, and named."""
-    what, how = laid.told
+    what, how = laid.parts
     console.print(Text.assemble((what, "bold"), how), soft_wrap=not console.is_terminal)
     if not laid.rows:
         return
@@ -64,15 +66,13 @@ def conditions(record: Record) -> str:
     have = {name: text(value) for name, value in record.conditions.items()}
     device = "" if have["device"] == "cpu" else f"{have['device']}, "
     triton = f"triton {have['triton']}, " if device and have["triton"] != ABSENT else ""
+    commit = have["commit"][:12] + ("-dirty" if have["commit"].endswith("-dirty") else "")
     parts = [
         f"{device}{have['cpu']}, {counted(have['threads'], 'thread')}",
         f"thinwire {have['thinwire']}, torch {have['torch']}, {triton}python {have['python']}",
-        f"{have['date']}, commit {commit(record.conditions['commit'])}",
+        f"{have['date']}, commit {commit}",
     ]
     return "; ".join([*parts, "interrupted"] if record.conditions.get("interrupted") else parts)
-
-
-_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red"}
 
 
 def _rich(laid: TextGrid, *, ruled: bool) -> Table:

@@ -1,4 +1,4 @@
-"""Training with simulated replicas: `bench train --parallel simulated`, on a CPU or one GPU, in slices of minutes.
+"""Training with simulated replicas, on a CPU or one GPU, in slices of minutes.
 
 A run is a scheme and a seed. Finished runs are kept in a file, so that the next call goes on with what is missing. All
 replicas share one network: gradients are taken one replica after the other, averaged by simulated.py, and one
@@ -11,19 +11,30 @@ import json
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+import typer
 from torch import Tensor
 
+from benchmarks import schemes, simulated, tasks, train
+from benchmarks.command import start
+from benchmarks.schemes import BF16, NONE, TrainScheme
+from benchmarks.tasks import Bytes, Task
+from benchmarks.train import TrainingRun
 from thinwire.errors import CodecError
 from thinwire.integrations.choice.options import DDPOptions, Feedback, Weigh
-from thinwire.tools.bench import schemes, simulated, tasks, timing, train
-from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
-from thinwire.tools.bench.tasks import Batch, Bytes, Task
-from thinwire.tools.bench.train import TrainingRun
+from thinwire.tools.bench import timing
+from thinwire.tools.bench.models import Batch
+from thinwire.tools.bench.record import CURVE, Progress, Record, Row, collect
+from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.bench import deliver
+from thinwire.tools.cli.flags import Device, Json, Quick, Words, count, option
+from thinwire.tools.cli.training import loss_columns
+from thinwire.tools.local.link import BenchError
 
 SIMULATED = "simulated"
 WORLD = 8
@@ -113,7 +124,7 @@ class Shelf:
                 json.dumps(one["run"], sort_keys=True): Outcome(**one["outcome"]) for one in map(json.loads, lines)
             }
         except (ValueError, KeyError, TypeError):
-            raise BenchError(f"{path} does not hold runs of `bench train --resume`: name another file") from None
+            raise BenchError(f"{path} does not hold runs of benchmarks.replicas: name another file") from None
 
     def get(self, plan: Plan, run: TrainingRun) -> Outcome | None:
         return self._found.get(_key(plan, run))
@@ -142,7 +153,7 @@ def row_of(plan: Plan, scheme: TrainScheme, outcomes: dict[TrainScheme, list[Out
         "world": plan.world,
         "link": "none",
         "seeds": plan.task.seeds,
-        **train.loss_columns([one.loss for one in mine], [one.loss for one in plain]),
+        **loss_columns([one.loss for one in mine], [one.loss for one in plain]),
         **train.val_columns(_held_out(mine), _held_out(plain)),
         "step_ms": timing.mean([one.step_ms for one in mine]),
         "compute_ms": None,
@@ -199,7 +210,8 @@ class Trainer:
         if plan.compiled:
             for block in task.blocks(self._network):
                 block.compile()
-        self._optimizer = schemes.optimizer_for(plan.optimizer, self._network.parameters())
+        parameters = self._network.parameters()
+        self._optimizer = schemes.optimizer_for(plan.optimizer, parameters)
         options = DDPOptions(
             run.scheme.codec or NONE,
             feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),
@@ -274,3 +286,47 @@ class Trainer:
 def autocast(device: torch.device) -> torch.autocast:
     """bf16 on a GPU, fp32 elsewhere. Nothing is cached: a graph must not hold copies of weights from outside."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+
+
+TaskName = StrEnum("TaskName", ["bytes", "digits", "gpt", "wide"])
+Size = StrEnum("Size", list(tasks.SIZES))
+
+
+def command(
+    task: Annotated[
+        TaskName, typer.Option(help="bytes: a transformer on the sources of Python and torch.")
+    ] = TaskName.bytes,
+    size: Annotated[Size | None, typer.Option(help="Weights of the network of bytes; default 30m.")] = None,
+    device: Annotated[Device, typer.Option(help="Of the replicas; a GPU computes in bf16.")] = Device.cpu,
+    world: Annotated[int, count("Replicas.", least=2)] = WORLD,
+    codecs: Annotated[Words, option("As for benchmarks.train, without powersgd and auto.")] = None,
+    optimizer: Annotated[str | None, option("adam, sgd, adamw, muon; default by task.", "NAME")] = None,
+    seeds: Annotated[int | None, count("Runs of each codec; default by task.")] = None,
+    steps: Annotated[int | None, count("Of a run; default by task.")] = None,
+    batch: Annotated[int | None, count("Rows of a replica's batch; default by task.")] = None,
+    resume: Annotated[str | None, option("Keep finished runs in that file, and run what it lacks.", "FILE")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="M", help="Begin no run that would end later.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the network.")] = False,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Losses of compressed gradients with simulated replicas: all in this process, on a CPU or one GPU.
+
+    Their gradients go through the same codecs, feedback and kernels as those of ranks. Runs may be split over several
+    calls with --resume and --minutes: the record has the codecs of which all seeds are done.
+    """
+    if task is not TaskName.bytes:
+        flags.refuse("goes with --task bytes", size=size)
+    flags.check_device(device)
+    flags.writable(resume, "--resume")
+    with screen.usage_errors(None, BenchError, CodecError):
+        found = tasks.find(task.value, size, quick=quick, seeds=seeds, steps=steps, rows=batch)
+        where = torch.device(device.value)
+        plan = plan_of(found, flags.specs(codecs) or None, optimizer, world, where, compiled=compile)
+    deliver(partial(run, plan, resume, minutes), json)
+
+
+if __name__ == "__main__":
+    from benchmarks import replicas as study  # under its own name, by which ranks find its functions
+
+    start(study.command)

@@ -23,12 +23,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from benchmarks import clock
+from benchmarks.clock import KernelEffort as Effort
 from thinwire import kernels
 from thinwire.qat import fake_quantize
 from thinwire.qat.ops import Gradient
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Row
-from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.timing import Call
 
 OPS = ("forward", "backward", "forward_backward")
 GRAINS = ("tensor", "channel")
@@ -56,7 +58,7 @@ class SpeedCase:
     effort: Effort
 
     def __str__(self) -> str:
-        return f"speed, {self.gradient} per {self.grain}, {timing.dtype_name(self.dtype)}, {self.numel} elements"
+        return f"speed, {self.gradient} per {self.grain}, {clock.dtype_name(self.dtype)}, {self.numel} elements"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,10 +73,10 @@ class SpeedCase:
         for op in OPS:
             yield {
                 "op": op,
-                "backend": timing.name_of(kernels.select(self.device)),
+                "backend": clock.name_of(kernels.select(self.device)),
                 "device": self.device.type,
                 "numel": self.numel,
-                "dtype": timing.dtype_name(self.dtype),
+                "dtype": clock.dtype_name(self.dtype),
                 "granularity": self.grain,
                 "channels": 1 if self.grain == "tensor" else self.shape[0],
                 "gradient": self.gradient,
@@ -87,7 +89,7 @@ class SpeedCase:
 
 def cases(device: torch.device, numel: int | None, quick: bool) -> list[SpeedCase]:
     size = numel or (QUICK_NUMEL if quick else NUMEL)["cuda" if device.type == "cuda" else "cpu"]
-    effort = timing.effort_on(device, quick)
+    effort = clock.effort_on(device, quick)
     return [
         SpeedCase(grain, dtype, gradient, size, device, effort)
         for dtype in DTYPES
@@ -151,8 +153,8 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
         except Exception as error:  # of a compiler, a driver or an allocator: any kind
-            notes[note] = timing.note_of(error)
-    times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
+            notes[note] = clock.note_of(error)
+    times = clock.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
     return {op: {**_times(op, times, peaks), **notes} for op in OPS}
 
 

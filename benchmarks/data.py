@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import BenchError
+from thinwire.tools.local.link import BenchError
 
 REGION = 512  # mean length of a region of one scale in `hetero`: scales change inside blocks too
 LOG_SIGMA = 1.0  # of the scales in `hetero`; larger => a few regions hold all the energy and decide the error alone

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
+from benchmarks.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme, optimizer_for
+from benchmarks.tasks import Task
 from thinwire.collectives import transport
 from thinwire.integrations import compress_fsdp
 from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
-from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
 
 _DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
     MIXED: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
@@ -132,3 +133,15 @@ class OuterReplica(Replica):
         kept = [p for group in outer.param_groups for p in group["params"]]
         kept += [value for state in outer.state.values() for value in state.values() if isinstance(value, Tensor)]
         return (super().extra_bytes or 0) + sum(int(tensor.nbytes) for tensor in kept)
+
+
+def replica_of(task: Task, scheme: TrainScheme, network: nn.Module, kind: str, every: int | None = None) -> Replica:
+    """This rank's replica, with an optimizer of its own; of FSDP2 in shards, of DiLoCo with rounds."""
+    if scheme.weights is None and every is None:
+        return Replica(scheme, network, optimizer_for(kind, network.parameters()))
+    if scheme.weights is not None:
+        shard(scheme, network, task.blocks(network))  # before the optimizer is given the shards
+    optimizer = optimizer_for(kind, network.parameters())
+    if every is not None:
+        return OuterReplica(scheme, network, optimizer, every)
+    return ShardedReplica(scheme, network, optimizer)

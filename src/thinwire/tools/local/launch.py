@@ -3,11 +3,11 @@
     with launch.ranks(4, link) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks run gloo over loopback, or on hosts behind shaped links, one or several on each; or NCCL, on the cards of this
-machine. They live and die with the block: a rank that loses the pipe to this process exits, whatever it was doing.
+Ranks run gloo over loopback, or on hosts behind shaped links, one or several per host; or NCCL, on this machine's GPUs.
+They live and die with the block: a rank that loses the pipe to this process exits, whatever it was doing.
 
-On NCCL more ranks than cards share them, which it allows from 2.30 on. With an NCCL_HOSTID of its own, a rank is a
-machine of its own to NCCL, which then sends over TCP to it.
+More NCCL ranks than GPUs share them, which needs NCCL 2.30 or newer. NCCL treats ranks with different NCCL_HOSTIDs as
+different machines and sends over TCP between them.
 """
 
 import contextlib
@@ -34,17 +34,14 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench import link as links
-from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.record import BenchError, Row
+from thinwire.tools.local import link as links
+from thinwire.tools.local.link import BenchError, ShapedLink
 
 STOP_S = 20.0
 THREADS = 1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-SHARING_FROM = (2, 30, 0)  # of NCCL
-SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-# Ranks of one card want more multiprocessors together than it has, and then wait for each other for ever.
-SHARED_CARD = {SHARE: "1", "NCCL_MAX_CTAS": "8", "NCCL_NVLS_ENABLE": "0"}
+# Ranks of one GPU want more multiprocessors together than it has, and would wait for each other forever.
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "NCCL_NVLS_ENABLE": "0"}
 OVER_TCP = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
@@ -58,29 +55,29 @@ class NcclRanks:
     """How the ranks of a world are spread."""
 
     world: int
-    cards: int
+    gpus: int
     hosts: int = 1  # that NCCL takes them for, equally many ranks on each
 
     @property
     def shared(self) -> bool:
-        return self.world > self.cards
+        return self.world > self.gpus
 
     @property
     def link(self) -> str:
-        """What connects hosts; on one host the memory of a shared card, or whatever there is between cards."""
-        return "tcp" if self.hosts > 1 else "memory" if self.shared else "cards"
+        """What connects hosts; on one host the memory of a shared GPU, or whatever connects its GPUs."""
+        return "tcp" if self.hosts > 1 else "memory" if self.shared else "gpus"
 
     @property
     def nodes(self) -> int | None:
         """Hosts of several ranks; None where there is one, or where each rank is one."""
         return self.hosts if 1 < self.hosts < self.world else None
 
-    def card(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank % self.cards)
+    def gpu(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank % self.gpus)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What NCCL has to be told in a rank's process; what the user has set there stays."""
-        found = dict(SHARED_CARD) if self.shared else {}
+        """What NCCL needs in a rank's environment; what the user has set there stays."""
+        found = dict(SHARED_GPU) if self.shared else {}
         if self.hosts > 1:
             found |= OVER_TCP | {"NCCL_HOSTID": f"thinwire{rank * self.hosts // self.world}"}
         return {name: value for name, value in found.items() if name == "NCCL_HOSTID" or name not in os.environ}
@@ -91,47 +88,35 @@ def nccl_ranks(worlds: Sequence[int], hosts: Sequence[int]) -> list[NcclRanks]:
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         lacking = "a torch without NCCL" if torch.cuda.is_available() else "no CUDA device that torch sees"
         raise BenchError(f"--backend nccl: expected a GPU and NCCL, got {lacking}: run it on a GPU, or on gloo")
-    cards = torch.cuda.device_count()
     for count in hosts:
         if all(world % count for world in worlds):
-            told = ", ".join(map(str, worlds))
-            raise BenchError(f"expected hosts that ranks fill evenly, got {count} for {told} ranks: take a divisor")
-    if max(worlds) > cards:
-        _check_sharing(max(worlds), cards)
-    return [NcclRanks(world, cards, count) for world in worlds for count in hosts if world % count == 0]
+            listed = ", ".join(map(str, worlds))
+            raise BenchError(f"expected a number of hosts that divides {listed} ranks evenly, got {count}")
+    gpus = torch.cuda.device_count()
+    return [NcclRanks(world, gpus, count) for world in worlds for count in hosts if world % count == 0]
 
 
-def _check_sharing(world: int, cards: int) -> None:
-    needs = f"{world} ranks on {cards} GPU{'s' if cards > 1 else ''} have to share, which needs"
-    found = nccl_version()
-    if found < SHARING_FROM:
-        raise BenchError(
-            f"{needs} NCCL {_text(SHARING_FROM)} or newer, got {_text(found)}: name a newer libnccl.so.2 in "
-            "LD_PRELOAD, or run on more GPUs"
-        )
-    if os.environ.get(SHARE, "1") != "1":
-        raise BenchError(f"{needs} {SHARE}=1, got {os.environ[SHARE]!r}: unset it, or run on more GPUs")
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that is loaded, which LD_PRELOAD may have put before the one torch was built with."""
+def nccl_version() -> str:
+    """The version of the NCCL that is loaded, which LD_PRELOAD may have put before torch's own."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # linked into torch itself
-        built: tuple[int, ...] = torch.cuda.nccl.version()
-        return built[:3]
-    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def _text(found: tuple[int, ...]) -> str:
-    return ".".join(map(str, found))
-
-
-def nccl_columns(ranks: NcclRanks) -> Row:
-    """What a row says of where its ranks were; without MPS ranks of one card take turns of milliseconds."""
-    pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
-    return {"cards": ranks.cards, "nccl": _text(nccl_version()), "mps": pipe.exists() if ranks.shared else None}
+def columns(ranks: "NcclRanks | None") -> dict[str, str | int | bool | None]:
+    """Where a row's ranks ran; without MPS, ranks that share a GPU take turns of milliseconds."""
+    found: dict[str, str | int | bool | None] = {
+        "threads": THREADS,
+        "cores": os.cpu_count(),
+        "backend": "gloo" if ranks is None else "nccl",
+    }
+    if ranks is not None:
+        pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
+        found |= {"cards": ranks.gpus, "nccl": nccl_version(), "mps": pipe.exists() if ranks.shared else None}
+    return found
 
 
 class World:
@@ -172,12 +157,12 @@ class World:
 
 @contextlib.contextmanager
 def ranks(
-    size: int, link: ShapedLink | None = None, nodes: int | None = None, cards: NcclRanks | None = None
+    size: int, link: ShapedLink | None = None, nodes: int | None = None, on_nccl: NcclRanks | None = None
 ) -> Iterator[World]:
     """Start `size` ranks of THREADS torch threads each, end them with the block.
 
-    With a link, `nodes` hosts have equally many of them, in order; without it ranks find each other over loopback. With
-    `cards` they run NCCL instead of gloo.
+    With a link, `nodes` hosts have equally many ranks each, in order; without one, ranks use loopback. With `on_nccl`
+    they run NCCL instead of gloo.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(links.sigterm_as_ctrl_c())
@@ -191,7 +176,7 @@ def ranks(
                 host = hosts[rank * len(hosts) // size] if hosts else None
                 near, far = multiprocessing.Pipe()
                 pipes.append(near)
-                arguments = (far, rank, size, host, folder, cards)
+                arguments = (far, rank, size, host, folder, on_nccl)
                 # Spawned: a fork would copy the locks of torch's threads.
                 process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
                 process.start()
@@ -215,7 +200,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 # The ranks' side.
 
 
-def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, cards: NcclRanks | None) -> None:
+def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, on_nccl: NcclRanks | None) -> None:
     """Join the group, say so, answer calls until told to end."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -223,22 +208,22 @@ def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Pat
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_hear, args=(pipe, calls), daemon=True).start()
     torch.set_num_threads(THREADS)
-    pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"), cards)))))
+    pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"), on_nccl)))))
     while call := calls.get():
         pipe.send_bytes(_answer(call))
     dist.destroy_process_group()
 
 
-def _join(rank: int, size: int, host: str | None, path: str, cards: NcclRanks | None) -> None:
+def _join(rank: int, size: int, host: str | None, path: str, on_nccl: NcclRanks | None) -> None:
     if host is not None:
         links.enter(host)  # before the first thread and the first socket of the group
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     how: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(minutes=10)}
-    if cards is not None:
-        os.environ.update(cards.environment(rank))  # before anything of CUDA
-        torch.cuda.set_device(cards.card(rank))
-        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": cards.card(rank)}
+    if on_nccl is not None:
+        os.environ.update(on_nccl.environment(rank))  # before anything of CUDA
+        torch.cuda.set_device(on_nccl.gpu(rank))
+        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": on_nccl.gpu(rank)}
     dist.init_process_group(store=store, rank=rank, world_size=size, **how)
 
 

@@ -1,7 +1,7 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
-To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
-sharded.py, where DiLoCo is too.
+To add one of torch's: its name in `PEERS`, and how it is registered in `TrainReplica`; for FSDP2, in `SHARDED_PEERS`
+and sharded.py, where DiLoCo is too.
 """
 
 import contextlib
@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as powersgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from benchmarks.tasks import Task
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import choice, compress_ddp
 from thinwire.integrations.choice import auto, options
 from thinwire.integrations.choice.options import Feedback, Weigh
-from thinwire.tools.bench import turns
-from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench import step, timing
+from thinwire.tools.bench.models import Batch
+from thinwire.tools.bench.step import torch_bf16
 from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import Sample
 
 DDP = "ddp"
 FSDP2 = "fsdp2"
@@ -133,11 +133,10 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
 
 
 def optimizer_for(kind: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    decay = ADAMS.get(kind, 0.0)
     if kind == "muon":
         return MuonAndAdamW(parameters, lr=0.0)
     if kind in ADAMS:
-        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=decay)
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=ADAMS[kind])
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
 
 
@@ -183,7 +182,7 @@ class Replica:
             self._power = powersgd.PowerSGDState(None, RANKS[scheme.label], start_powerSGD_iter=_POWERSGD_START)
             self.model.register_comm_hook(self._power, powersgd.powerSGD_hook)
         elif scheme.label == BF16:
-            self.model.register_comm_hook(None, _torch_bf16)
+            self.model.register_comm_hook(None, torch_bf16)
 
     def step(self, task: Task, batch: Batch, rate: float, *, alone: bool = False) -> Tensor:
         """One step of training, and the batch's loss; `alone`: nothing is sent, the ranks' gradients stay their own."""
@@ -230,40 +229,23 @@ class Replica:
             self._handle.close()
 
 
-def replica_of(task: Task, scheme: TrainScheme, network: nn.Module, kind: str, every: int | None = None) -> Replica:
-    """This rank's replica, with an optimiser of its own; of FSDP2 in shards, of DiLoCo with rounds."""
-    if scheme.weights is None and every is None:
-        return Replica(scheme, network, optimizer_for(kind, network.parameters()))
-    from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
-
-    if scheme.weights is not None:
-        sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
-    optimizer = optimizer_for(kind, network.parameters())
-    if every is not None:
-        return sharded.OuterReplica(scheme, network, optimizer, every)
-    return sharded.ShardedReplica(scheme, network, optimizer)
-
-
 @dataclass
-class StepSample(Sample):
+class TrainSample(step.StepSample):
     """One rank's measurements of steps, and what their replica says of itself."""
 
-    params: int = 0
-    digest: str = ""  # of the gradients
-    feedback: str = "none"
     extra_bytes: int | None = None
     chosen: str | None = None
 
 
 def time_steps(
-    replicas: dict[str, Replica], calls: dict[str, Call], samples: Mapping[str, StepSample], effort: Effort, **how: Any
+    replicas: dict[str, Replica], calls: dict[str, Call], samples: Mapping[str, TrainSample], effort: Effort, **how: Any
 ) -> None:
-    """Time calls, most of them steps of replicas, by turns (`turns.take`); then close and forget the replicas."""
+    """Time calls, most of them steps of replicas, by turns (`timing.take`); then close and forget the replicas."""
 
     def transport(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None
 
-    turns.take(calls, samples, effort, transport=transport, **how)
+    timing.take(calls, samples, effort, transport=transport, **how)
     for name, replica in replicas.items():
         samples[name].extra_bytes = replica.extra_bytes
         samples[name].chosen = replica.chosen
@@ -271,9 +253,3 @@ def time_steps(
     replicas.clear()
     calls.clear()
     gc.collect()  # DDP and its hooks hold each other
-
-
-# DDP refuses torch's own by its name where torch was built without CUDA.
-def _torch_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    done: torch.futures.Future[Tensor] = default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
-    return done

@@ -22,19 +22,25 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.nn import functional
 
+from benchmarks import data, qat_speed
+from benchmarks.command import MOST, start
 from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import Start
-from thinwire.tools.bench import data, qat_speed, timing
+from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
+from thinwire.tools.cli import flags
+from thinwire.tools.cli.bench import deliver
+from thinwire.tools.cli.flags import Device, Json, Quick, Words, count, option
 
 PARTS = ("speed", "train")
 BITS = (2, 3, 4, 8)
@@ -376,3 +382,43 @@ def _pool(workers: int) -> Iterator[Callable[[Callable[[QATRun], Result], Iterab
     # Spawned: a fork would copy the locks of torch's threads. Ctrl-C is this process's alone to answer.
     with multiprocessing.get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         yield pool.imap
+
+
+def command(
+    parts: Annotated[Words, option(f"Among {', '.join(PARTS)}; default all.")] = None,
+    methods: Annotated[Words, option(f"To train, among {', '.join(METHODS)}; default all.")] = None,
+    bits: Annotated[Words, option("Of weights and activations alike; default 2,3,4,8, quick 2.", "N,M")] = None,
+    seeds: Annotated[int | None, count("Trainings of each method; default 5, quick 2.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")] = Device.cpu,
+    numel: Annotated[int | None, count("Of the speed part; default 2**22, GPU 2**25.", most=MOST)] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What fake quantization costs, and what networks trained with it reach.
+
+    \b
+    Parts:
+      speed   forward and backward, per tensor and per channel, in fp32 and bf16
+      train   a network of three convolutions on scikit-learn's digits, trained in fp32, then on at few bits
+
+    Speed: ×floor is the time over that of reading and writing each tensor once, by plain copies; ×torch is the time of
+    torch's own learnable op over ours. Bytes are allocated at the peak beyond the input, the output and the gradient of
+    the output, per element. Training: all layers are quantized; every method has the same recipe, and the same batches
+    from the same start. Controls ought to fail (absmax_ste, lsq_absmax_init, lsq_no_grad_scale); they are trained at
+    the fewest bits only, unless asked for.
+    """
+    flags.check_device(device)
+    pieces = flags.words(parts, PARTS, "--parts")
+    chosen = flags.words(methods, METHODS, "--methods")
+    widths = flags.counts(bits, "--bits", 2, 8)
+    if pieces == ["speed"]:
+        flags.refuse("is of the part train, which --parts leaves out", methods=methods, bits=bits, seeds=seeds)
+    if pieces == ["train"]:
+        flags.refuse("is of the part speed, which --parts leaves out", numel=numel)
+    deliver(partial(run, device.value, pieces, chosen, widths, seeds, numel, quick), json)
+
+
+if __name__ == "__main__":
+    from benchmarks import qat as study  # under its own name, by which ranks find its functions
+
+    start(study.command)

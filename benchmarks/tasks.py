@@ -7,26 +7,25 @@ texts apart.
 """
 
 import hashlib
-import importlib
 import math
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn import functional
 
+from benchmarks import data
 from thinwire.kernels import hashing
-from thinwire.tools.bench import data
-from thinwire.tools.bench.record import BenchError
+from thinwire.tools.bench import models
+from thinwire.tools.bench.models import Batch, Transformer, TransformerBlock
+from thinwire.tools.cli.training import help_pages
+from thinwire.tools.local.link import BenchError
 
-Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03
 POINTS = 60  # of a curve
 HELD_OUT = ("asyncio", "email", "logging", "xml", "torch/distributions", "torch/onnx", "torch/optim")
@@ -104,8 +103,7 @@ class Task(ABC):
             return self.network()
 
     def loss(self, network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-        inputs, targets = batch
-        return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
+        return models.loss_of(network, batch, reduction)
 
     def rate(self, optimizer: str, step: int, steps: int) -> float:
         """A short rise, then half a cosine down to nothing.
@@ -133,8 +131,7 @@ class Digits(Task):
     sorted: bool = True
 
     def network(self) -> nn.Module:
-        layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
-        return nn.Sequential(*layers[:-1])
+        return models.mlp(*self.sizes)
 
     def blocks(self, network: nn.Module) -> list[nn.Module]:
         return [layer for layer in network.children() if isinstance(layer, nn.Linear)]
@@ -221,69 +218,6 @@ class Bytes(Gpt):
         return hashlib.sha256(b"".join(bytes(text.numpy()) for text in self.texts())).hexdigest()[:16]
 
 
-class Transformer(nn.Module):
-    """Normalisation before each part, causal attention, a head of its own; positions are learned, or rotary."""
-
-    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, *, rotary: bool = False) -> None:
-        super().__init__()
-        self.letters = nn.Embedding(letters, width)
-        self.places = None if rotary else nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, rotary=rotary) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, letters, bias=False)
-        for embedding in (self.letters, self.places):
-            if embedding is not None:
-                nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        x_BTD = self.letters(codes)
-        if self.places is not None:
-            x_BTD = x_BTD + self.places.weight[: codes.shape[-1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
-        return logits
-
-
-class TransformerBlock(nn.Module):
-    def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
-        super().__init__()
-        self.heads = heads
-        self.rotary = rotary
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
-        added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
-        return x_BTD + added
-
-    def _attend(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.rotary:
-            turns_TE = _turns(q.shape[-2], q.shape[-1], q.device)
-            q = _turned(q, turns_TE)
-            k = _turned(k, turns_TE)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
-        return result
-
-
-def _turns(context: int, width: int, device: torch.device) -> Tensor:
-    """The angle by which each position turns each pair of numbers of a head."""
-    rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=device) / width)
-    return torch.arange(context, device=device)[:, None] * rates_E
-
-
-def _turned(x_BHTD: Tensor, turns_TE: Tensor) -> Tensor:
-    cos_TE = turns_TE.cos().to(x_BHTD.dtype)
-    sin_TE = turns_TE.sin().to(x_BHTD.dtype)
-    a, b = x_BHTD.chunk(2, dim=-1)
-    return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
-
-
 _DIGITS = Digits("digits", 600, 5, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 128, 128, 10))
 _GPT = Gpt("gpt", 600, 3, (("adam", 3e-3), ("sgd", 0.3)), width=96, heads=4, depth=2)
 # 25 million weights: what is on the wire decides the time of a step.
@@ -299,10 +233,6 @@ QUICK_TASKS: dict[str, Task] = {
     "mlp": replace(_MLP, steps=4, sizes=(64, 256, 256, 256, 10)),
     "wide": replace(_WIDE, steps=4, seeds=2, sizes=(64, 256, 10)),
 }
-# What `thinwire demo` trains: in a minute and a half on two cores, and in seconds. Short batches, so that a step of so
-# small a network sends enough for a link to matter.
-DEMO = replace(_GPT, steps=150, seeds=3, rows=4, judged=1 << 14)
-QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
 
 
 def _bytes(size: str, rate: float, width: int, heads: int, depth: int, context: int = 1024, rows: int = 4) -> Bytes:
@@ -345,18 +275,6 @@ def shard(rank: int, world: int, by_label: bool = True) -> Batch:
     whole = torch.sort(labels, stable=True).indices if by_label else torch.arange(len(labels))
     order = _part(whole, rank, world)
     return images[order], labels[order]
-
-
-@lru_cache(maxsize=1)
-def help_pages() -> tuple[str, Tensor, Tensor]:
-    """Of `gpt`: the letters, and the text as codes, nine tenths to train on; the rest is held out."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    text = "".join(topics[name] for name in sorted(topics))
-    letters = "".join(sorted(set(text)))
-    places = {letter: code for code, letter in enumerate(letters)}
-    codes = torch.tensor([places[letter] for letter in text])
-    train, held_out = codes.tensor_split([9 * len(codes) // 10])
-    return letters, train, held_out
 
 
 @lru_cache(maxsize=1)

@@ -1,22 +1,17 @@
 """Shaped links: hosts on one machine, each a network namespace whose up- and downlink tbf holds to a rate.
 
 A bridge joins them, in a namespace of its own: nothing is added to the machine's own network, and removing the
-namespaces removes everything. Where the link has a delay, a process takes the bridge's place (delay.py). What a process
-left that was killed (SIGKILL) is removed when the next one makes a link.
+namespaces removes everything. What a killed process (SIGKILL) left behind is removed when the next one makes a link.
 """
 
 import contextlib
 import ctypes
-import fcntl
 import itertools
 import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,18 +19,12 @@ from pathlib import Path
 from types import FrameType
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench import delay as delays
-from thinwire.tools.bench.record import BenchError
 
 INTERFACE = "eth0"  # of every host
 MOST_HOSTS = 254  # in 10.77.0.0/24
-_MOST_DELAYED = 1e9  # bits per second through delay.py
-_MOST_LOSSY = 1e8  # the same in frames of 1500 bytes, each of which may be lost
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
 _NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
-_ETHTOOL = 0x8946  # SIOCETHTOOL of sockios.h
-_SET_CHECKSUMS = 0x17  # ETHTOOL_STXCSUM of ethtool.h; without it nothing is joined, either
 # What follows is run by an ordinary user as root of a user namespace, with a network and a /run of its own.
 _OWN_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c")
 _OWN_RUN = f'mount -t tmpfs tmpfs {_RUNTIME.parent} && ip link set lo up && exec "$@"'
@@ -44,39 +33,39 @@ _numbers = itertools.count()
 _prefixes: set[str] = set()  # of the names of hosts that this process has made
 
 
+class BenchError(ThinwireError, ValueError):
+    """A benchmark was asked for something unknown, or that it cannot measure here."""
+
+
 class LinkError(ThinwireError, RuntimeError):
     """A shaped link cannot be made here, or a command that makes it failed."""
 
 
 @dataclass(frozen=True)
 class ShapedLink:
-    """The rate of every host's link, and how long it takes from one host to another."""
+    """The rate of every host's link."""
 
     text: str  # as it was written
     rate: float  # bits per second
-    delay: float = 0.0  # seconds, one way
-    lost: float = 0.0  # share of the frames
 
     def __str__(self) -> str:
         return self.text
 
+    def join(self, names: Sequence[str], switch: str) -> contextlib.AbstractContextManager[None]:
+        """What forwards frames between the hosts while they exist: a bridge, unless a subclass knows better."""
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "mtu", "1500", "up")
+        for number in range(len(names)):
+            _run("ip", "-n", switch, "link", "set", f"port{number}", "master", "bridge")
+        return contextlib.nullcontext()
+
 
 def parse(text: str) -> ShapedLink:
-    """ "1gbit", "2.5gbit": a number and the unit tc knows it by; "20mbit+50ms" with a delay, "20mbit+50ms+1%" lossy."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:\+(\d+)ms(?:\+(\d+(?:\.\d+)?)%)?)?", text.strip().lower())
-    if found is None or float(found[1]) == 0 or float(found[4] or 0) >= 100:
-        raise BenchError(
-            f"expected a rate such as 100mbit or 1gbit, got {text!r}; with a delay, 20mbit+50ms; with frames that are "
-            "lost, too, 20mbit+50ms+1%"
-        )
-    rate = float(found[1]) * _UNITS[found[2]]
-    for part, beside, most in ((found[3], "a delay", _MOST_DELAYED), (found[4], "a loss", _MOST_LOSSY)):
-        if part and rate > most:
-            raise BenchError(
-                f"expected a rate of {most / 1e6:.0f}mbit or less beside {beside}, got {text!r}: a process hands "
-                "frames on"
-            )
-    return ShapedLink(found[0], rate, float(found[3] or 0) / 1e3, float(found[4] or 0) / 100)
+    """ "1gbit", "2.5gbit": a number and the unit tc knows it by."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise BenchError(f"expected a rate such as 100mbit or 1gbit, got {text!r}")
+    return ShapedLink(found[0], float(found[1]) * _UNITS[found[2]])
 
 
 def check() -> None:
@@ -117,11 +106,9 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
     with sigterm_as_ctrl_c():
         try:
             _run("ip", "netns", "add", switch)
-            _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-            _run("ip", "-n", switch, "link", "set", "bridge", "mtu", "1500", "up")
             for number, name in enumerate(names):
                 _plug(name, number, switch, link)
-            with _delayed(names, switch, link):
+            with link.join(names, switch):
                 yield names
         finally:
             with blocked(signal.SIGINT, *_STOPS):
@@ -204,7 +191,7 @@ def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
     port = f"port{number}"
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-    _run("ip", "-n", switch, "link", "set", port, *(() if link.delay else ("master", "bridge")), "up")
+    _run("ip", "-n", switch, "link", "set", port, "up")
     _run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
     _run("ip", "-n", name, "link", "set", INTERFACE, "up")
     _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -218,33 +205,6 @@ def _shape(namespace: str, device: str, link: ShapedLink) -> None:
     burst = max(1 << 14, int(link.rate / 8 * 0.0021))
     limits = ("rate", link.text.partition("+")[0], "burst", f"{burst}b", "latency", "100ms")
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
-
-
-@contextlib.contextmanager
-def _delayed(names: Sequence[str], switch: str, link: ShapedLink) -> Iterator[None]:
-    """While the block runs, frames between these hosts are held back; without a delay the bridge is enough."""
-    if not link.delay:
-        yield
-        return
-    for name in names if link.lost else ():
-        entering = threading.Thread(target=_whole_frames, args=(name,))  # a thread stays in the network it enters
-        entering.start()
-        entering.join()
-    ports = [f"port{number}" for number in range(len(names))]
-    command = ["ip", "netns", "exec", switch, sys.executable, delays.__file__, str(link.delay), str(link.lost), *ports]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # which it loses if this process is killed
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def _whole_frames(host: str) -> None:
-    """Let a host send frames as they are on a cable: not several as one, checksums filled in."""
-    enter(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        value = ctypes.create_string_buffer(struct.pack("II", _SET_CHECKSUMS, 0))
-        fcntl.ioctl(control, _ETHTOOL, struct.pack("16sP8x", INTERFACE.encode(), ctypes.addressof(value)))
 
 
 def _run(*command: str, check: bool = True) -> str:

@@ -1,11 +1,9 @@
-"""The rule that decides between schemes. `thinwire demo`, its page and `thinwire advise` all print what it says.
+"""The rule that recommends a scheme. `thinwire demo` and `thinwire advise` both print what it says.
 
-From the most to the least exact, a scheme replaces the one chosen so far if
-- its loss stays within what another seed does, in a committed record or in the run at hand,
-- all of its range of gain over no compression lies above 1, and
+From the most to the least exact, a scheme replaces the one recommended so far if
+- its loss stays within the seed-to-seed spread, in a committed record or in the run at hand,
+- the whole range of its speedup over no compression lies above 1, and
 - its step is GAIN shorter.
-
-Where a smaller run did lose by the chosen scheme, a note says so, and names what the rule chooses among the others.
 """
 
 import math
@@ -13,18 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-GAIN = 0.03  # of a step; less may be noise. That of compress_ddp(model, "auto"), whose room needs torch
-LEAST_SEEDS = 3  # with fewer nobody knows what another seed does
+GAIN = 0.03  # of a step; less may be noise. That of compress_ddp(model, "auto")
+LEAST_SEEDS = 3  # with fewer the seed-to-seed spread is unknown
+BF16_HOOK = (
+    "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
+    "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+)
 _FEEDBACK = {"ef21": "EF21"}
 
 
 def name(codec: str, feedback: str = "none", weights: str | None = None) -> str:
     """What a scheme is called everywhere: fp32, int8, lloyd2 + EF21, lloyd4/int8 with weights in int8."""
-    both = (
-        codec
-        if weights in (None, "none") or (codec in ("bf16", "mixed") and weights == "bf16")
-        else f"{codec}/{weights}"
-    )
+    narrow = codec in ("bf16", "mixed") and weights == "bf16"
+    both = codec if weights in (None, "none") or narrow else f"{codec}/{weights}"
     more = [_FEEDBACK.get(part, part) for part in feedback.split("+") if part not in ("", "none")]
     return " + ".join(["fp32" if both == "none" else both, *more])
 
@@ -43,7 +42,6 @@ class Loss:
     floor: float | None  # the same between two seeds of fp32; None: there were too few
     seeds: int
     source: str
-    against: str = ""  # what a smaller run says of it, where it was not kept there
 
     @property
     def is_kept(self) -> bool:
@@ -54,16 +52,11 @@ class Loss:
         """+0.5 %."""
         return "diverged" if self.log_ratio is None else f"{100 * math.expm1(self.log_ratio):+.1f} %"
 
-    @property
-    def risk(self) -> str:
-        """What a smaller run says against it; "" if none does."""
-        return f"within noise in {self.source}, but not in a smaller run: {self.against}" if self.against else ""
-
     def __str__(self) -> str:
         if self.floor is None:
-            return f"{self.change}; nobody knows what another seed does (seeds in {self.source}: {self.seeds})"
-        noise = f"another seed does ±{100 * math.expm1(self.floor):.1f} %"
-        return f"{self.change}; {noise} ({self.source}, {self.seeds} seeds)"
+            return f"{self.change}; seed-to-seed spread unknown (seeds in {self.source}: {self.seeds})"
+        spread = f"seed-to-seed spread ±{100 * math.expm1(self.floor):.1f} %"
+        return f"{self.change}; {spread} ({self.source}, {self.seeds} seeds)"
 
 
 @dataclass(frozen=True)
@@ -73,8 +66,8 @@ class Way:
     name: str
     code: str  # the line to paste
     step_s: float
-    low: float = 1.0  # its gain may be so many times what step_s says
-    high: float = 1.0
+    low: float = 1.0  # the speedup may be between so many times what step_s says,
+    high: float = 1.0  # and so many times
     loss: Loss | None = None  # None: not measured
     is_exact: bool = False  # no compression, and bf16: their loss needs no record
 
@@ -82,23 +75,18 @@ class Way:
     def keeps_the_loss(self) -> bool:
         return self.is_exact or (self.loss is not None and self.loss.is_kept)
 
-    @property
-    def risks(self) -> bool:
-        """Whether a smaller run lost by it."""
-        return not self.is_exact and self.loss is not None and bool(self.loss.against)
-
     def gain(self, other: "Way") -> float:
         return other.step_s / self.step_s if self.step_s else 1.0
 
     def range(self, other: "Way") -> str:
-        """The gain over another scheme: 1.4–1.6 ×."""
+        """The speedup over another scheme: 1.4–1.6 ×."""
         ends = [self.gain(other) * share for share in (self.low, self.high)]
-        told = [f"{gain:.{2 if gain < 0.95 else 1 if gain < 10 else 0}f}" for gain in ends]
-        return f"{'–'.join(dict.fromkeys(told))} ×"
+        shown = [f"{gain:.{2 if gain < 0.95 else 1 if gain < 10 else 0}f}" for gain in ends]
+        return f"{'–'.join(dict.fromkeys(shown))} ×"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Recommendation:
     """What to use, and the three lines that say so."""
 
     chosen: Way
@@ -106,7 +94,6 @@ class Choice:
     bf16: Way | None  # torch's own hook, where gradients are wider
     rival: Way | None  # the fastest that keeps the loss, where nothing is to be compressed
     lossy: Way | None  # the fastest that does not, where it is faster than the chosen one
-    safe: Way | None  # the one to use instead, where a smaller run lost by the chosen one
     basis: str  # where the times come from: "predicted for 1gbit"
 
     @property
@@ -120,24 +107,16 @@ class Choice:
 
     @property
     def notes(self) -> list[str]:
-        """What the chosen one risks, and what is safe; why a faster one is not chosen."""
-        found = []
-        if self.safe is not None and self.chosen.loss is not None:
-            gain = f"{self.safe.range(self.plain)} over {self.plain.name}"
-            instead = f"use {self.safe.name} ({gain}), which stays within noise in all records: {self.safe.code}"
-            found.append(
-                f"{self.chosen.name} is {self.chosen.loss.risk}. Compare your loss with an uncompressed run, or "
-                f"{'do not compress' if self.safe is self.plain else instead}"
-            )
-        if self.lossy is not None:
-            gain = f"{self.lossy.range(self.plain)} over {self.plain.name}"
-            told = f"its loss is {self.lossy.loss}" if self.lossy.loss else "nobody has measured its loss"
-            found.append(f"{self.lossy.name} would be faster ({gain}), but {told}")
-        return found
+        """Why a faster scheme is not recommended."""
+        if self.lossy is None:
+            return []
+        gain = f"{self.lossy.range(self.plain)} over {self.plain.name}"
+        why = f"its loss is {self.lossy.loss}" if self.lossy.loss else "its loss was not measured"
+        return [f"{self.lossy.name} would be faster ({gain}), but {why}"]
 
     @property
     def lines(self) -> tuple[str, str, str]:
-        """Use X · the gain over bf16 and over fp32 · the cost in loss."""
+        """Use X · the speedup over bf16 and over fp32 · the cost in loss."""
         return self.use, f"Gain: {self.gain} ({self.basis})", f"Loss: {self.loss}"
 
     @property
@@ -159,22 +138,15 @@ class Choice:
         return str(self.chosen.loss or "not measured in these records; it is torch's own hook")
 
 
-def choose(ways: Sequence[Way], basis: str) -> Choice:
+def choose(ways: Sequence[Way], basis: str) -> Recommendation:
     """Decide between `ways`, which go from the most to the least exact; the first is no compression."""
-    plain = ways[0]
+    plain = best = ways[0]
     kept = [way for way in ways[1:] if way.keeps_the_loss]
-    best = _best(plain, kept)
-    safe = _best(plain, [way for way in kept if not way.risks]) if best.risks else None
+    for way in kept:
+        if way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * best.step_s:
+            best = way
     rival = min(kept, key=lambda way: way.step_s, default=None) if best is plain else None
     bf16 = next((way for way in ways[1:] if way.name == "bf16"), None)
     faster = [way for way in ways if not way.keeps_the_loss and way.step_s < (1 - GAIN) * best.step_s]
     lossy = min(faster, key=lambda way: way.step_s, default=None)
-    return Choice(best, plain, bf16, rival, lossy, safe, basis)
-
-
-def _best(plain: Way, ways: Sequence[Way]) -> Way:
-    best = plain
-    for way in ways:
-        if way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * best.step_s:
-            best = way
-    return best
+    return Recommendation(best, plain, bf16, rival, lossy, basis)

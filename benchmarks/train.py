@@ -15,20 +15,30 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
-from itertools import combinations, count
+from itertools import combinations, count as count_up
 from statistics import median
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 
-from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
-from thinwire.tools.bench.link import ShapedLink
+from benchmarks import schemes, sharded, tasks
+from benchmarks.command import shaped, start
+from benchmarks.schemes import BF16, DDP, DILOCO, FSDP2, NONE, Replica, TrainSample, TrainScheme
+from benchmarks.tasks import Task, Total
+from thinwire.errors import CodecError
+from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import CURVE, Curve, Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, DDP, DILOCO, FSDP2, NONE, Replica, StepSample, TrainScheme
-from thinwire.tools.bench.tasks import Task, Total
-from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import NOTHING
+from thinwire.tools.bench.timing import NOTHING, Call, Effort
+from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.bench import deliver
+from thinwire.tools.cli.flags import Json, Quick, Words, count, option
+from thinwire.tools.cli.training import log_ratios, loss_columns
+from thinwire.tools.local import launch, link as links
+from thinwire.tools.local.link import ShapedLink
 
 WORLD = 4
 CODECS = {
@@ -96,7 +106,7 @@ class Trained:
     curve: Sequence[tuple[float, float]] = ()  # of this rank's batches, see tasks.curve
 
 
-Times = Sequence[dict[str, StepSample]]  # by rank, then by scheme
+Times = Sequence[dict[str, TrainSample]]  # by rank, then by scheme
 Results = list[list[Trained]]  # of one scheme: by seed, then by rank
 
 
@@ -146,7 +156,7 @@ def lineup(
         return schemes.SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
     parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
     usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
-    return tuple(dict.fromkeys(parse(name) for name in (NONE, *usual)))
+    return tuple(dict.fromkeys([parse(NONE), *map(parse, usual)]))
 
 
 def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
@@ -243,18 +253,6 @@ def val_losses(results: Results) -> list[float]:
     return [tasks.mean(totals) for totals in held_out if totals]
 
 
-def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
-    ratios = log_ratios(mine, fp32)
-    return {
-        "loss_log_ratio": timing.mean(ratios),
-        "loss_log_ratio_error": timing.standard_error(ratios),
-        "noise_floor": noise_floor(fp32),
-        "loss": timing.mean(mine),
-        "fp32_loss": timing.mean(fp32),
-        "diverged": not all(math.isfinite(loss) for loss in mine),
-    }
-
-
 def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     if not fp32:
         return {"val_gap_nats": None}
@@ -268,32 +266,21 @@ def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     }
 
 
-def log_ratios(losses: Sequence[float], fp32: Sequence[float]) -> list[float]:
-    """ln(loss / fp32 loss), seed by seed; NaN where one of them is zero or not finite."""
-    pairs = zip(losses, fp32, strict=True)
-    return [math.log(a / b) if 0 < min(a, b) <= max(a, b) < math.inf else math.nan for a, b in pairs]
-
-
-def noise_floor(losses: Sequence[float]) -> float | None:
-    """Mean over pairs of seeds of |ln| of the ratio of their losses: what another seed does. None for one seed."""
-    return timing.mean([abs(ratio) for a, b in combinations(losses, 2) for ratio in log_ratios([a], [b])])
-
-
 def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
     def step_ms(name: str) -> float:
-        return median(turns.slowest(times, name))
+        return median(timing.slowest(times, name))
 
     every = scheme.every or 1
     plain_name = plan.schemes[0].name
-    pairs = zip(turns.slowest(times, scheme.name), turns.slowest(times, COMPUTE), strict=True)
+    pairs = zip(timing.slowest(times, scheme.name), timing.slowest(times, COMPUTE), strict=True)
     p20, mine, p80 = timing.percentiles([alone + (ms - alone) / every for ms, alone in pairs])
     compute = step_ms(COMPUTE)
-    alone_cpu = turns.cpu_ms([part[COMPUTE] for part in times])
+    alone_cpu = timing.cpu_ms([part[COMPUTE] for part in times])
     power = [step_ms(peer.name) for peer in plan.schemes if peer.label in schemes.RANKS]
     counter = "interface_bytes" if plan.link else "transport_bytes"
-    whole = turns.sent(times, scheme.name, counter)
+    whole = timing.sent(times, scheme.name, counter)
     sent = None if whole is None else whole / every
-    plain = turns.sent(times, plain_name, counter)
+    plain = timing.sent(times, plain_name, counter)
     limit = compute + 8e3 * sent / plan.link.rate if plan.link and sent is not None else None
     held = [part[scheme.name].extra_bytes for part in times]
     return {
@@ -301,7 +288,7 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
         "step_ms_p20": p20,
         "step_ms_p80": p80,
         "compute_ms": compute,
-        "cpu_ms_per_rank": alone_cpu + (turns.cpu_ms([part[scheme.name] for part in times]) - alone_cpu) / every,
+        "cpu_ms_per_rank": alone_cpu + (timing.cpu_ms([part[scheme.name] for part in times]) - alone_cpu) / every,
         "speedup_plain": step_ms(plain_name) / mine,
         "speedup_bf16": step_ms(BF16) / mine,
         "speedup_powersgd": min(power) / mine if power else None,
@@ -324,7 +311,7 @@ def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     place = (dist.get_rank(), plan.world)
     network = task.model(run.seed)
     params = sum(parameter.numel() for parameter in network.parameters())
-    replica = schemes.replica_of(task, run.scheme, network, plan.optimizer, run.scheme.every)
+    replica = sharded.replica_of(task, run.scheme, network, plan.optimizer, run.scheme.every)
     losses: list[torch.Tensor] = []
     course: list[tuple[float, Total]] = []
     seconds = 0.0
@@ -342,7 +329,7 @@ def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     judged.load_state_dict(replica.weights())
     with torch.no_grad():
         found = (task.train_loss(judged, *place), task.val_loss(judged, *place))
-    digest = turns.digest(judged.parameters())
+    digest = timing.digest(judged.parameters())
     curve = tasks.curve(torch.stack(losses).tolist())
     trained = Trained(*found, digest, replica.feedback, params, tuple(course), curve)
     replica.close()
@@ -351,11 +338,11 @@ def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     return trained
 
 
-def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
+def time_steps(plan: TrainPlan) -> dict[str, TrainSample]:
     """This rank's times; all ranks run it together."""
     replicas = _replicas(plan)
-    samples = {name: StepSample() for name in (*replicas, COMPUTE, NOTHING)}
-    batches = (plan.task.batch(step, 0, dist.get_rank(), plan.world) for step in count())
+    samples = {name: TrainSample() for name in (*replicas, COMPUTE, NOTHING)}
+    batches = (plan.task.batch(step, 0, dist.get_rank(), plan.world) for step in count_up())
 
     def step(replica: Replica, alone: bool = False) -> None:
         replica.step(plan.task, next(batches), 0.0, alone=alone)
@@ -382,10 +369,68 @@ def _replicas(plan: TrainPlan) -> dict[str, Replica]:
         each = {**alone, **{scheme.name: scheme for scheme in plan.timed}}
         rounds = {name: None if scheme.every is None else 1 for name, scheme in each.items()}
         return {
-            name: schemes.replica_of(task, scheme, task.model(0), plan.optimizer, every=rounds[name])
+            name: sharded.replica_of(task, scheme, task.model(0), plan.optimizer, rounds[name])
             for name, scheme in each.items()
         }
     network = task.model(0)
     # One optimizer for all: at a rate of zero they do not disturb each other, and memory is short.
     shared = schemes.optimizer_for(plan.optimizer, network.parameters())
     return {scheme.name: Replica(scheme, network, shared) for scheme in plan.timed}
+
+
+TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "wide"])
+TrainOptimizer = StrEnum("TrainOptimizer", ["adam", "sgd", "adamw", "muon"])
+Parallel = StrEnum("Parallel", [DDP, FSDP2, DILOCO])
+
+
+def command(
+    task: Annotated[TaskName, typer.Option(help="digits, gpt and wide for losses, mlp for times.")] = TaskName.digits,
+    parallel: Annotated[Parallel, typer.Option(help="What the codecs are used for.")] = Parallel.ddp,
+    world: Annotated[int, count("Ranks.", least=2, most=links.MOST_HOSTS)] = WORLD,
+    codecs: Annotated[Words, option("Codecs, and the other names below; default by task.")] = None,
+    optimizer: Annotated[TrainOptimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    seeds: Annotated[int | None, count("Runs of each codec; default 5, gpt and wide 3, quick 2, mlp 1.")] = None,
+    link: Annotated[str | None, option("For every rank, such as 1gbit or 20mbit+50ms; needs root.", "RATE")] = None,
+    steps: Annotated[int | None, count("Of a run; default by task.")] = None,
+    batch: Annotated[int | None, count("Rows of a rank's batch; default by task.")] = None,
+    every: Annotated[Words, option("Of diloco: steps between two rounds; default 10,30.", "N,N")] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What compressed gradients, and weights, do to the loss, and to the time of a step.
+
+    Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run.
+
+    Codecs may name their error feedback: lloyd2@none, @classic, @ef21; and with @none+moments that gradients travel in
+    Adam's units. There are also auto, auto:2.5, the controls sign and int2, which ought to fail, and torch's own hooks:
+    bf16, powersgd1, powersgd2, powersgd4.
+
+    With --parallel fsdp2 a name says how gradients and weights travel: lloyd4 (weights as they are), lloyd4/int8,
+    lloyd4/lloyd4@replica (weights as differences to a copy on every rank). Weights of less than 8 bits without @replica
+    are controls. torch's own are bf16, which sends bf16 and computes in fp32, and mixed, which computes in bf16 too.
+
+    With --parallel diloco ranks train alone and average how far they have moved, every 10 and every 30 steps. A codec
+    is compared with outer gradients in fp32 (none); DDP in fp32 takes as many steps beside them.
+
+    \b
+    Tasks:
+      digits   a small network on scikit-learn's digits, every rank with labels of its own
+      gpt      a small transformer on the characters of Python's help pages
+      mlp      25 million weights: what a step takes, and how far that is from compute plus bytes over the link's rate
+      wide     a million weights on digits of all labels: what sites reach over a slow link
+    """
+    named = flags.specs(codecs) or None
+    kind = optimizer.value if optimizer else None
+    if parallel is not Parallel.diloco:
+        flags.refuse("is for --parallel diloco", every=every)
+    apart = flags.counts(every, "--every")
+    with screen.usage_errors("--codecs", CodecError):
+        lineup(task.value, named, parallel.value, apart)
+    study = partial(run, task.value, world, named, kind, seeds, shaped(link), steps, quick)
+    deliver(partial(study, parallel=parallel.value, batch=batch, every=apart), json)
+
+
+if __name__ == "__main__":
+    from benchmarks import train as study  # under its own name, by which ranks find its functions
+
+    start(study.command)

@@ -12,23 +12,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+import typer
 from torch import Tensor
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
+from benchmarks import clock
+from benchmarks.clock import KernelEffort as Effort
+from benchmarks.command import start
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import checksums
 from thinwire.kernels import Backend, Encoding, hashing, reference
 from thinwire.tools.bench import timing
-from thinwire.tools.bench.record import TIMES, BenchError, Progress, Record, Row, collect
-from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.record import TIMES, Progress, Record, Row, collect
+from thinwire.tools.bench.timing import Call
+from thinwire.tools.cli import flags
+from thinwire.tools.cli.bench import deliver
+from thinwire.tools.cli.flags import Codecs, Device, Json, Quick, Words, option
+from thinwire.tools.local.link import BenchError
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
 ASKED = (*OPS, "checksum")  # the last of a wire, where it is asked for
@@ -69,7 +77,7 @@ class KernelCase(ABC):
 
     def __str__(self) -> str:
         size = f"{self.threads} threads" if self.device.type == "cpu" else f"{self.numel} elements"
-        return f"{self.op} {self.name} {timing.dtype_name(self.dtype)}, {size}"
+        return f"{self.op} {self.name} {clock.dtype_name(self.dtype)}, {size}"
 
     @abstractmethod
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
@@ -103,7 +111,7 @@ def beside(
         "same": _ring(half, _copy, wrap, sets_for(moved, footprint)),
         "ours": _ring(x, make, wrap, sets or sets_for(moved, footprint)),
     }
-    times = timing.interleave(calls, effort.rounds, x.device, effort.launches)
+    times = clock.interleave(calls, effort.rounds, x.device, effort.launches)
     copy_ms, same_ms, ours_ms = (timing.percentiles(taken)[1] for taken in times.values())
     return {
         **timing.columns(times["ours"]),
@@ -124,7 +132,7 @@ def sets_for(nbytes: int, footprint: int) -> int:
 
 def _ring(source: Tensor, make: Callable[[Tensor], Call], wrap: Callable[[Call], Call], sets: int) -> Call:
     sources = [source, *(source.clone() for _ in range(sets - 1))]
-    return timing.rotate([wrap(make(each)) for each in sources])
+    return clock.rotate([wrap(make(each)) for each in sources])
 
 
 def _copy(source: Tensor) -> Call:
@@ -209,14 +217,14 @@ def _rivals(case: OpCase, backend: Backend, effort: Effort, x: Tensor) -> Row:
         try:
             row |= {COMPILE: _times(small, backend, compiled(), effort, part), "eager_numel": small.numel}
         except Exception as error:  # a compiler may raise anything
-            row |= {"note": f"torch.compile of the reference: {timing.note_of(error)}"}
+            row |= {"note": f"torch.compile of the reference: {clock.note_of(error)}"}
     return row
 
 
 def _times(case: OpCase, backend: Backend, rival: Backend, effort: Effort, x: Tensor) -> float:
     with quiet():
         calls = {"ours": prepare(case, backend, x), "rival": prepare(case, rival, x, reference)}
-        times = timing.interleave(calls, effort.slow_rounds, case.device)
+        times = clock.interleave(calls, effort.slow_rounds, case.device)
     ours, theirs = (timing.percentiles(taken)[1] for taken in times.values())
     return theirs / ours
 
@@ -237,9 +245,9 @@ class PathCase(KernelCase):
         """The time of a replay; `launched_ms` is the same without a graph."""
         message, shard = (codec(self.name).wire_bytes(numel, self.dtype) for numel in (self.numel, self.shard))
         moved = 2 * (self.numel * self.dtype.itemsize + message) + (self.world + 1) * shard
-        launched = timing.launched_ms(self.prepare(x), REPLAYS, self.device)
+        launched = clock.launched_ms(self.prepare(x), REPLAYS, self.device)
         replays = replace(effort, launches=REPLAYS)
-        columns = beside(x, self.prepare, moved, replays, cold=False, wrap=timing.captured)
+        columns = beside(x, self.prepare, moved, replays, cold=False, wrap=clock.captured)
         return {**columns, "launched_ms": launched}
 
     def prepare(self, x: Tensor) -> Call:
@@ -451,7 +459,7 @@ def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Pr
     device = torch.device(device)
     backend = kernels.select(device)
     plan = KernelPlan(device, defaults(device, backend, quick), **asked)
-    return collect("kernels", device, _rows(plan.cases(), backend, timing.effort_on(device, quick), progress))
+    return collect("kernels", device, _rows(plan.cases(), backend, clock.effort_on(device, quick), progress))
 
 
 def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
@@ -473,9 +481,9 @@ def row_of(case: KernelCase, backend: Backend, effort: Effort) -> Row:
     labels: Row = {
         "op": case.op,
         "codec": case.name,
-        "backend": "torch" if isinstance(case, HookCase) else timing.name_of(backend),
+        "backend": "torch" if isinstance(case, HookCase) else clock.name_of(backend),
         "device": case.device.type,
-        "dtype": timing.dtype_name(case.dtype),
+        "dtype": clock.dtype_name(case.dtype),
         "numel": case.numel,
         "world": case.world,
         "threads": case.threads,
@@ -484,7 +492,7 @@ def row_of(case: KernelCase, backend: Backend, effort: Effort) -> Row:
     try:
         measured = case.measure(backend, effort, _input(case.numel, case.dtype, case.device))
     except Exception as error:  # of a compiler, a driver or an allocator: any kind
-        measured = {"note": timing.note_of(error)}
+        measured = {"note": clock.note_of(error)}
     return {**labels, **nothing, **measured, "part": case.part}
 
 
@@ -493,3 +501,50 @@ def _input(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gaussian numbers, the same for all cases of a size and dtype."""
     generator = torch.Generator(device=device).manual_seed(0)
     return torch.randn(numel, generator=generator, device=device).to(dtype)
+
+
+def command(
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")],
+    codecs: Codecs = None,
+    numel: Annotated[Words, option("Default 25 million, GPU 2**27; quick, or the reference, 2**20.", "N,M")] = None,
+    ops: Annotated[Words, option(f"Among {', '.join(ASKED)}; default all but the last.")] = None,
+    dtypes: Annotated[Words, option(f"Among {', '.join(DTYPES)}; default the first two.")] = None,
+    threads: Annotated[Words, option("CPU threads, each measured; default 1 and all.", "N,M")] = None,
+    parts: Annotated[Words, option(f"Among {', '.join(PARTS)}; default codecs, on a GPU all.")] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What the kernels cost beside a plain copy and torch eager, timed by turns in one run.
+
+    ×copy is the kernel's time over that of copying a tensor of the same size and dtype; share is that of a copy of as
+    many bytes as the kernel cannot avoid, over the kernel's; ×eager is torch eager's time over the kernel's, on at most
+    2**21 elements (GPU: 2**24). decode_sum and recode read the wires of 4 ranks, on a GPU of 8. On the CPU bfloat16 is
+    measured for int8 and lloyd4 only; with --numel a GPU measures the first part only, with --codecs or --ops the first
+    two.
+
+    \b
+    Parts:
+      codecs   every codec and op at one size
+      sizes    a few codecs on tensors of 1 MB to 1 GB
+      replay   encode, recode and decode of a small message, as one CUDA graph
+      rivals   torch.compile of the reference, and the functions of torch's quantization hooks
+    """
+    flags.check_device(device)
+    study = partial(
+        run,
+        device.value,
+        codecs=flags.codecs(codecs, ()),
+        numels=flags.counts(numel, "--numel") or (),
+        ops=flags.words(ops, ASKED, "--ops") or (),
+        dtypes=flags.words(dtypes, DTYPES, "--dtypes") or (),
+        threads=flags.counts(threads, "--threads") or (),
+        parts=flags.words(parts, PARTS, "--parts") or (),
+        quick=quick,
+    )
+    deliver(study, json)
+
+
+if __name__ == "__main__":
+    from benchmarks import kernels as study  # under its own name, by which ranks find its functions
+
+    start(study.command)

@@ -3,17 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from benchmarks import clock, data
+from benchmarks.command import MOST, start
 from thinwire import kernels
 from thinwire.codecs import Codec, Lloyd, codec
-from thinwire.tools.bench import data, timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
+from thinwire.tools.cli import flags
+from thinwire.tools.cli.bench import deliver
+from thinwire.tools.cli.flags import Codecs, Json, Quick, Words, count, option
 
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int4:block=32", "int3", "int2"),
@@ -43,7 +48,7 @@ def run(
     """A record of kind "codec": wire bits and error of every codec on every distribution, on the CPU."""
     data.check(distributions)
     device = torch.device("cpu")
-    backend = timing.name_of(kernels.select(device))
+    backend = clock.name_of(kernels.select(device))
     cases = [CodecCase(name, codec(spec), numel) for name in distributions for spec in codecs]
     return collect("codec", device, ({**measure(case), "backend": backend} for case in progress(cases)))
 
@@ -98,3 +103,26 @@ def lloyd_max_nmse(bits: int, rounds: int = 1000) -> float:
         mass = [normal.cdf(high) - normal.cdf(low) for low, high in bins]
         levels = [(normal.pdf(low) - normal.pdf(high)) / m for (low, high), m in zip(bins, mass, strict=True)]
     return 1 - math.fsum(m * level**2 for m, level in zip(mass, levels, strict=True))
+
+
+def command(
+    codecs: Codecs = None,
+    distributions: Annotated[Words, option(f"Among {', '.join(data.DISTRIBUTIONS)}; default all.")] = None,
+    numel: Annotated[int | None, count("Elements; default 2**22, quick 2**18.", most=MOST)] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Bits on the wire and what they lose (NMSE), on six distributions.
+
+    dB is the distance to the rate-distortion bound of a Gaussian at all bits of the wire, headers and scales included.
+    The gradient is that of a small network on scikit-learn's digits and has its own length.
+    """
+    chosen = flags.codecs(codecs, CODECS)
+    names = flags.words(distributions, data.DISTRIBUTIONS, "--distributions") or list(data.DISTRIBUTIONS)
+    deliver(partial(run, chosen, names, numel or (QUICK_NUMEL if quick else NUMEL)), json)
+
+
+if __name__ == "__main__":
+    from benchmarks import codec as study  # under its own name, by which ranks find its functions
+
+    start(study.command)

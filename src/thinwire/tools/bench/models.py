@@ -1,0 +1,127 @@
+"""The networks of `bench step` and `demo`: multilayer perceptrons and transformers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
+
+
+def mlp(*sizes: int) -> nn.Module:
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def loss_of(network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+class Transformer(nn.Module):
+    """Pre-norm, causal attention; positions are learned, or rotary; tied: the head has the weights of the letters."""
+
+    def __init__(
+        self,
+        letters: int,
+        context: int,
+        width: int,
+        heads: int,
+        depth: int,
+        *,
+        rotary: bool = False,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(letters, width)
+        self.places = None if rotary else nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, rotary=rotary) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, letters, bias=False)
+        for embedding in (self.letters, self.places):
+            if embedding is not None:
+                nn.init.normal_(embedding.weight, std=0.02)
+        if tied:
+            self.head.weight = self.letters.weight
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x_BTD = self.letters(codes)
+        if self.places is not None:
+            x_BTD = x_BTD + self.places.weight[: codes.shape[-1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward part, each added to its input."""
+
+    def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.rotary = rotary
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mixed = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
+        added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
+        return x_BTD + added
+
+    def _attend(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.rotary:
+            q, k = (_rotated(x_BHTD) for x_BHTD in (q, k))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
+        return result
+
+
+def _rotated(x_BHTD: Tensor) -> Tensor:
+    context, width = x_BHTD.shape[-2:]
+    rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=x_BHTD.device) / width)
+    angles_TE = torch.arange(context, device=x_BHTD.device)[:, None] * rates_E
+    cos_TE, sin_TE = angles_TE.cos().to(x_BHTD.dtype), angles_TE.sin().to(x_BHTD.dtype)
+    a, b = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A network and random batches for it."""
+
+    network: Callable[[], nn.Module]
+    block: type[nn.Module]  # what FSDP2 shards one by one, before what is left
+    inputs: tuple[int, int]  # of a batch: rows, and features or letters
+    classes: int
+
+    def build(self) -> nn.Module:
+        """The same weights on every rank; torch's generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.network()
+
+    def batch(self, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(rank)
+        if self.block is TransformerBlock:
+            inputs, targets = torch.randint(self.classes, (2, *self.inputs), generator=generator)
+            return inputs, targets
+        images = torch.randn(self.inputs, generator=generator)
+        return images, torch.randint(self.classes, self.inputs[:1], generator=generator)
+
+    def blocks(self, network: nn.Module) -> list[nn.Module]:
+        return [module for module in network.modules() if isinstance(module, self.block)]
+
+
+MODELS = {
+    "mlp-1m": StepModel(lambda: mlp(64, 512, 1024, 512, 10), nn.Linear, (32, 64), 10),
+    "mlp-25m": StepModel(lambda: mlp(64, 3520, 3520, 3520, 10), nn.Linear, (32, 64), 10),
+    "gpt-3m": StepModel(lambda: Transformer(256, 512, 256, 4, 4), TransformerBlock, (8, 512), 256),
+    "gpt-124m": StepModel(lambda: Transformer(50304, 1024, 768, 12, 12, tied=True), TransformerBlock, (4, 1024), 50304),
+}

@@ -1,0 +1,534 @@
+"""The studies of benchmarks/: inputs and formulas, kernels, training, simulated replicas, links with a delay."""
+
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import (
+    clock,
+    codec as codec_bench,
+    data,
+    delay,
+    kernels as kernels_bench,
+    replicas,
+    schemes,
+    sharded,
+    tasks,
+    train as bench,
+)
+from benchmarks.schemes import TrainSample, TrainScheme
+from benchmarks.tasks import Task, Total
+from benchmarks.train import Trained, TrainingRun, TrainPlan
+from ranks import RankPool, World
+from test_bench import MBIT, shapes_links
+from thinwire.codecs import codec
+from thinwire.errors import CodecError
+from thinwire.kernels import BACKENDS, reference
+from thinwire.tools.bench import record, timing
+from thinwire.tools.cli import training
+from thinwire.tools.local import launch, link as links
+from thinwire.tools.report import tables
+
+pytestmark = pytest.mark.usefixtures("served")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FEW = clock.KernelEffort(rounds=2, launches=2, slow_rounds=1, slow_numel=1 << 10)
+
+
+def invoke(command: Any, *flags: str) -> Any:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(command)
+    return CliRunner().invoke(app, list(flags))
+
+
+def number(row: record.Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, float | int), (name, value)
+    return value
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", data.DISTRIBUTIONS)
+def test_inputs_repeat_and_leave_the_global_generator_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "WIDTH", 32)  # of the network behind the gradient
+    before = torch.get_rng_state()
+    first = data.sample(name, 5000)
+    data.sample.cache_clear()
+    again = data.sample(name, 5000)
+    data.sample.cache_clear()
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first.isfinite().all()
+
+
+def test_the_random_inputs_are_what_they_say() -> None:
+    n = 200_000
+    share = 5 * math.sqrt(0.05 * 0.95 / n)  # five standard deviations of a share of 5 %
+    for name, limit in (("gaussian", 1.95996), ("student3", 3.18245), ("laplace", -math.log(0.05))):
+        beyond = (data.sample(name, n).abs() > limit).double().mean().item()
+        assert abs(beyond - 0.05) < share, name
+    sparse = data.sample("sparse", n)
+    assert set(sparse.unique().tolist()) == {-1.0, 0.0, 1.0}
+    assert abs(sparse.abs().mean().item() - 0.01) < 5 * math.sqrt(0.01 * 0.99 / n)
+
+
+def test_codec_formulas() -> None:
+    known = (0.36338, 0.11748, 0.03455, 0.009501)
+    assert [float(f"{codec_bench.lloyd_max_nmse(bits):.4g}") for bits in (1, 2, 3, 4)] == pytest.approx(known, rel=1e-3)
+    assert codec_bench.db_above_rd(0.25, 1.0) == pytest.approx(0, abs=1e-12)
+    assert codec_bench.db_above_rd(0.5, 1.0) == pytest.approx(10 * math.log10(2))
+    assert codec_bench.db_above_rd(0.0, 32.0) is None
+
+
+def test_a_codec_run(tmp_path: Path) -> None:
+    path = str(tmp_path / "codec.json")
+    small = ("--numel", "10000", "--distributions", "gaussian,sparse", "--codecs", "none,int8,lloyd4", "--json", path)
+    result = invoke(codec_bench.command, *small)
+    assert result.exit_code == 0, result.output
+    found = record.read(path)
+    expected = [(name, spec) for name in ("gaussian", "sparse") for spec in ("none", "int8", "lloyd4")]
+    assert [(row["distribution"], row["codec"]) for row in found.rows] == expected
+    exact, int8, lloyd4 = found.rows[:3]
+    assert (exact["nmse"], exact["db_above_rd"], exact["lloyd_max_nmse"]) == (0, None, None)
+    assert int8["wire_bits"] == 8 * codec("int8").wire_bytes(10_000) / 10_000 > 8.125
+    assert lloyd4["lloyd_max_nmse"] == codec_bench.lloyd_max_nmse(4)
+    assert 0 < number(int8, "nmse") < number(lloyd4, "nmse")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def a_case(op: str, spec: str = "int8", numel: int = 1280) -> kernels_bench.OpCase:
+    world = 4 if op in kernels_bench.SUMS else 1
+    how: dict[str, Any] = {"part": "codecs", "dtype": torch.float32, "threads": 1, "device": CPU}
+    return kernels_bench.OpCase(op=op, name=spec, numel=numel, world=world, **how)
+
+
+def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
+    return kernels_bench.KernelPlan(device, usual, **asked).cases()
+
+
+def test_minimal_bytes() -> None:
+    wire = 32 + 32 + 1280  # header, ten scales padded to 16 bytes, codes
+    assert wire == codec("int8").wire_bytes(1280)
+    expected = {
+        **{"encode": 4 * 1280 + wire, "encode_residual": 12 * 1280 + wire, "decode": wire + 4 * 1280},
+        **{"decode_sum": 4 * wire + 4 * 1280, "recode": 4 * wire + wire},
+    }
+    assert {op: a_case(op).minimal_bytes for op in kernels_bench.OPS} == expected
+
+
+def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interleave(calls: Any, rounds: int, device: Any, launches: int) -> dict[str, list[float]]:
+        assert (rounds, launches, list(calls)) == (2, 2, ["copy", "same", "ours"])
+        return {"copy": [5.0, 5.0], "same": [3.0, 3.0], "ours": [4.0, 4.0]}
+
+    monkeypatch.setattr(clock, "interleave", interleave)
+    row = kernels_bench.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
+    assert (row["times_copy"], row["copy_share"], row["copy_same_ms"]) == (4 / 5, 3 / 4, 3)
+    assert (row["minimal_bytes"], row["cold"], row["rounds"]) == (12_345, False, 2)
+
+
+def test_what_a_run_measures() -> None:
+    jobs = planned()
+    parts = {part: [job for job in jobs if job.part == part] for part in kernels_bench.PARTS}
+    assert [len(found) for found in parts.values()] == [13 * 9, 6 * 9 * 4, 3 * 3, 2 * 2 + 3 * 2]
+    assert {job.numel for job in parts["codecs"]} == {1 << 27}
+    assert {job.world for job in jobs if job.op in ("decode_sum", "recode", "codec_path")} == {8}
+    assert {job.part for job in planned(codecs=(codec("int3"),))} == {"codecs", "sizes"}
+    every = torch.get_num_threads()
+    on_cpu = planned(CPU, kernels_bench.CPU)
+    assert {(job.part, job.numel) for job in on_cpu} == {("codecs", 25_000_000)}
+    assert {job.name for job in on_cpu if job.dtype == torch.bfloat16} == {"int8", "lloyd4"}
+    assert len(on_cpu) == len({1, every}) * (13 * 5 + 2 * 4)
+    with pytest.raises(links.BenchError, match="replay measures CUDA graphs"):
+        planned(CPU, kernels_bench.CPU, parts=("replay",))
+
+
+def test_a_kernels_run() -> None:
+    before = torch.get_num_threads()
+    found = kernels_bench.run("cpu", codecs=["int8", "lloyd1"], numels=[4096], threads=[1], quick=True)
+    assert torch.get_num_threads() == before
+    assert len(found.rows) == len(kernels_bench.OPS) * 3 - 1  # int8 on bfloat16 too, but for the recode
+    for row in found.rows:
+        numbers = [number(row, name) for name in ("ms_p20", "ms_p50", "ms_p80", "copy_ms", "copy_same_ms")]
+        assert numbers[:3] == sorted(numbers[:3])
+        assert row["times_copy"] == pytest.approx(numbers[1] / numbers[3])
+        assert row["copy_share"] == pytest.approx(numbers[4] / numbers[1])
+        assert row["world"] == (4 if row["op"] in ("decode_sum", "recode") else 1)
+        assert (row["part"], row["note"], row["cold"], row["times_compile"]) == ("codecs", None, False, None)
+
+
+def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **keys: Any) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    broken: Any = SimpleNamespace(encode=BACKENDS["reference"].encode, decode_sum=reference.decode_sum, recode=fails)
+    monkeypatch.setattr(clock, "name_of", lambda backend: "broken")
+    rows = [kernels_bench.row_of(a_case(op), broken, FEW) for op in ("recode", "decode", "encode")]
+    assert [row["note"] for row in rows] == ["RuntimeError: out of memory", None, None]
+    assert [row["ms_p50"] is None for row in rows] == [True, False, False]
+    found = record.Record("kernels", record.conditions(CPU), rows)
+    assert tables.markdown(found)
+    monkeypatch.setattr(kernels_bench, "run", lambda *arguments, **keys: found)
+    result = invoke(kernels_bench.command, "--device", "cpu")
+    assert result.exit_code == 1  # a row without a time
+    assert "RuntimeError: out of memory" in result.stderr
+
+
+@pytest.mark.parametrize("name", kernels_bench.HOOKS)
+def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str) -> None:
+    x = torch.randn(1000)
+    with kernels_bench.quiet():
+        codes, scale, zero = kernels_bench.HOOKS[name].encode(x)
+        decoded = kernels_bench.HOOKS[name].decode(codes, scale, zero)[:1000]
+    rounding = 3 * 2.0**-24 * x.abs().max().item()  # quotient, difference, product
+    assert (decoded - x).abs().max().item() <= scale.max().item() / 2 + rounding
+
+
+def test_calls_are_interleaved_and_the_first_round_is_not_counted() -> None:
+    made: list[str] = []
+    times = clock.interleave({"a": lambda: made.append("a"), "b": lambda: made.append("b")}, 3, CPU)
+    assert made == ["a", "b"] * 4
+    assert [len(taken) for taken in times.values()] == [3, 3]
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_quick_run_on_a_gpu() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = kernels_bench.run("cuda", quick=True)
+    assert [row["note"] for row in found.rows if row["note"]] == []
+    assert {row["part"] for row in found.rows} == set(kernels_bench.PARTS)
+
+
+# --- tasks and schemes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_shards_cover_all_digits_once_and_are_sorted_by_label(world: int) -> None:
+    shards = [tasks.shard(rank, world) for rank in range(world)]
+    images, whole = tasks.shard(0, 1)
+    labels = torch.cat([labels for _, labels in shards])
+    assert torch.equal(labels, whole)
+    assert torch.equal(labels, labels.sort().values)
+    assert torch.equal(torch.cat([images for images, _ in shards]), images)
+
+
+@pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
+def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
+    before = torch.random.get_rng_state()
+    networks = [timing.digest(task.model(seed).parameters()) for seed in (1, 1, 2)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert networks[0] == networks[1] != networks[2]
+    same, again = task.batch(5, 1, 0, 2), task.batch(5, 1, 0, 2)
+    assert all(torch.equal(a, b) for a, b in zip(same, again, strict=True))
+    for other in (task.batch(6, 1, 0, 2), task.batch(5, 2, 0, 2), task.batch(5, 1, 1, 2)):
+        assert not torch.equal(same[0], other[0])
+
+
+def test_losses_of_parts_are_the_loss_of_the_whole() -> None:
+    task = tasks.TASKS["digits"]
+    network = task.model(0)
+    with torch.no_grad():
+        parts = [task.train_loss(network, rank, 3) for rank in range(3)]
+        whole = task.loss(network, tasks.shard(0, 1)).item()
+    assert tasks.mean(parts) == pytest.approx(whole, rel=1e-5)
+
+
+def test_names() -> None:
+    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto", weigh="auto")
+    assert schemes.parse("lloyd2@none+moments") == TrainScheme("lloyd2@none+moments", "lloyd2", "none", weigh="moments")
+    assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
+    assert schemes.parse("auto:2.5").codec == "auto:2.5"
+    assert schemes.parse("bf16") == TrainScheme("bf16", None, "none", peer=True)
+    assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
+    assert schemes.parse("sign").control
+    assert not schemes.parse("int2@ef21").control
+    assert schemes.parse_sharded(" lloyd4/int8 ") == TrainScheme("lloyd4/int8", "lloyd4", "auto", weights="int8")
+    assert schemes.parse_sharded("lloyd2@ef21/lloyd4@replica").weights == "lloyd4@replica"
+    assert schemes.parse_sharded("int8/lloyd4").control
+    assert schemes.parse_sharded("mixed") == TrainScheme("mixed", None, peer=True, weights="bf16")
+    assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8"])] == ["none", "int8"]
+
+
+@pytest.mark.parametrize("name", ["int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", "", "int8/int8"])
+def test_what_is_no_scheme(name: str) -> None:
+    with pytest.raises(CodecError):
+        schemes.parse(name)
+
+
+@pytest.mark.parametrize("name", ["", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21"])
+def test_what_is_no_scheme_of_fsdp2(name: str) -> None:
+    with pytest.raises(CodecError):
+        schemes.parse_sharded(name)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, parallel: str = "ddp") -> TrainPlan:
+    small = replace(tasks.find(task, quick=True), seeds=seeds, steps=3)
+    return TrainPlan(small, bench.lineup(task, names, parallel), 2, link, "adam", bench.QUICK, parallel)
+
+
+def test_ratios_are_paired_by_seed() -> None:
+    assert training.log_ratios([2.0, 3.0], [1.0, 3.0]) == [math.log(2), 0]
+    assert all(map(math.isnan, training.log_ratios([math.inf, math.nan, 0.0, 1.0], [1.0, 1.0, 1.0, math.nan])))
+    assert training.noise_floor([1.0, math.e, math.e**3]) == pytest.approx((1 + 3 + 2) / 3)
+    assert training.noise_floor([1.0]) is None
+
+
+def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Trained]]:
+    """By seed, then by rank: the second rank has three times as much to judge."""
+    return [
+        [
+            Trained(Total(count * loss, count), val and Total(count * val * loss, count), digest, "ef21", 9)
+            for count, digest in zip((1, 3), digests, strict=True)
+        ]
+        for loss in losses
+    ]
+
+
+def a_sample(ms: list[float], interface: int, transport: int | None = None, extra: int | None = None) -> TrainSample:
+    sent = [] if transport is None else [transport] * 3
+    return TrainSample(ms, [ms[0] / 2] * 3, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
+
+
+def samples(plan: TrainPlan, **ms: float) -> list[dict[str, TrainSample]]:
+    part = {scheme.name: a_sample([1.0, 3.0, 2.0], 1100, 900, 5) for scheme in plan.timed}
+    part |= {bench.COMPUTE: a_sample([1.0] * 3, 100), bench.NOTHING: a_sample([0.0] * 3, 100)}
+    part |= {name: a_sample([value] * 3, 2100) for name, value in ms.items()}
+    return [part, {**part, "int8": a_sample([5.0, 1.0, 1.0], 600, 400, 7)}]
+
+
+def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
+    plan = a_plan("int8", "powersgd1")
+    none, int8, power = plan.schemes
+    trained = {none: outcomes(1.0, 2.0), int8: outcomes(1.1, 1.8), power: []}
+    row = bench.row_of(plan, int8, trained, samples(plan, none=12.0, bf16=6.0, powersgd1=9.0))
+    assert set(row) >= set(record.COLUMNS["train"])
+    assert number(row, "loss_log_ratio") == pytest.approx((math.log(1.1) + math.log(0.9)) / 2)
+    assert number(row, "loss_log_ratio_error") == pytest.approx(math.log(1.1 / 0.9) / 2)
+    assert number(row, "noise_floor") == pytest.approx(math.log(2))
+    assert (row["step_ms"], row["compute_ms"]) == (3, 1)  # rounds take 5, 3 and 2
+    assert (row["speedup_plain"], row["speedup_bf16"], row["speedup_powersgd"]) == (4, 2, 3)
+    assert (row["bytes_per_step"], row["extra_bytes"], row["over_limit"]) == (900, 7, None)
+    assert (row["identical"], row["feedback"], row["diverged"], row["val_gap_nats"]) == (True, "ef21", False, None)
+    shaped = a_plan("int8", link=MBIT)
+    trained = {none: outcomes(1.0, 2.0, val=2.0), int8: outcomes(math.nan, 2.5, val=2.0, digests="ab")}
+    row = bench.row_of(shaped, int8, trained, samples(shaped))
+    assert (row["bytes_per_step"], row["bytes_over_plain"]) == (1100 - 100, 1)  # the barrier's are not the step's
+    assert number(row, "over_limit") == pytest.approx(3 / (1 + 1e3 * 8 * 1000 / 1e8) - 1)
+    assert (row["identical"], row["diverged"], row["val_noise_floor"]) == (False, True, 2.0)
+
+
+@dataclass
+class Pooled:
+    """A world of a benchmark (launch.World) whose ranks are those of the tests."""
+
+    world: World
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.world.run(called, fn, args)
+
+
+def called(group: dist.ProcessGroup, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, which the ranks of a benchmark write to a log
+        return fn(*args)
+
+
+@pytest.fixture
+def quick_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., record.Record]:
+    """The command with these flags, by ranks that exist already."""
+    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
+
+    def run(*flags: str) -> record.Record:
+        path = str(tmp_path / "found.json")
+        result = invoke(bench.command, "--quick", "--world", "2", "--task", "gpt", "--json", path, *flags)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return record.read(path)
+
+    return run
+
+
+def test_a_quick_run_of_ddp(quick_run: Callable[..., record.Record]) -> None:
+    found = quick_run("--codecs", "int8,sign,powersgd1", "--steps", "2", "--seeds", "2")
+    none, int8, sign, power = found.rows
+    assert (none["loss_log_ratio"], sign["control"], power["peer"]) == (0, True, True)
+    assert all(row["identical"] and number(row, "step_ms") > 0 for row in found.rows)
+    assert number(sign, "bytes_per_step") < number(int8, "bytes_per_step") / 4
+    assert number(int8, "val_gap_nats") != 0
+
+
+@pytest.mark.thorough
+def test_a_quick_run_of_fsdp2(quick_run: Callable[..., record.Record]) -> None:
+    names = "int8,int8/int8,lloyd4/lloyd4@replica,int8/lloyd4,mixed"
+    found = quick_run("--parallel", "fsdp2", "--codecs", names, "--steps", "3", "--batch", "1", "--optimizer", "sgd")
+    _, int8, *paired, mixed = found.rows
+    shown = [(row["codec"], row["weights"], row["control"]) for row in paired]
+    assert shown == [("int8", "int8", False), ("lloyd4", "lloyd4@replica", False), ("int8", "lloyd4", True)]
+    assert (mixed["codec"], mixed["peer"], int8["bytes_per_step"]) == ("mixed", True, None)  # torch gathers weights
+    eight, differences, direct = (number(row, "bytes_per_step") for row in paired)
+    assert differences < eight / 2 < direct < eight  # weights are gathered twice, differences once
+
+
+def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
+    small = ("--steps", "2", "--batch", "1", "--seeds", "1", "--optimizer", "adamw")
+    ddp, *outer = quick_run("--parallel", "diloco", "--codecs", "topk", "--every", "1,2", *small).rows
+    assert (ddp["parallel"], ddp["codec"], ddp["every"], ddp["ddp_log_ratio"], ddp["peer"]) == (
+        "ddp",
+        "none",
+        1,
+        0,
+        True,
+    )
+    ways = (("none", "none"), ("topk", "classic"))
+    shown = [(row["parallel"], row["codec"], row["feedback"], row["every"]) for row in outer]
+    assert shown == [("diloco", *way, every) for every in (1, 2) for way in ways]
+    for one, two in zip(outer[:2], outer[2:], strict=True):
+        assert number(one, "bytes_per_step") == 2 * number(two, "bytes_per_step")
+    assert number(outer[1], "bytes_per_step") < number(outer[0], "bytes_per_step") / 4
+
+
+def trained_by(group: dist.ProcessGroup, plan: TrainPlan) -> list[Trained]:
+    return [bench.train(plan, TrainingRun(plan.schemes[-1], seed)) for seed in range(plan.task.seeds)]
+
+
+def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:
+    expected, plain, narrow = (
+        bench.losses(list(zip(*ranks(2).run(trained_by, a_plan(name, parallel=parallel)), strict=True)))
+        for parallel, name in (("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "lloyd4/int8"))
+    )
+    assert plain == pytest.approx(expected, rel=1e-6)
+    assert narrow == pytest.approx(expected, rel=2e-2)
+    assert narrow != plain
+
+
+def steps_alone(group: dist.ProcessGroup) -> float | None:
+    """Only rank 0 steps: it would wait forever if it sent anything."""
+    plan = a_plan(parallel="fsdp2")
+    replica = sharded.replica_of(plan.task, schemes.ALONE, plan.task.model(0), "adam")
+    return None if group.rank() else replica.step(plan.task, plan.task.batch(0, 0, 0, 2), 0.0).item()
+
+
+def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
+    loss, _ = ranks(2).run(steps_alone)
+    assert loss == pytest.approx(math.log(len(training.help_pages()[0])), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "complaint"),
+    [
+        (bench.command, ["--task", "cifar"], "'cifar' is not one of"),
+        (bench.command, ["--codecs", "int8,int9"], "besides codecs there are auto, sign"),
+        (bench.command, ["--codecs", "lloyd4/int8"], "gradients/weights goes with --parallel fsdp2"),
+        (bench.command, ["--every", "10"], "is for --parallel diloco"),
+        (bench.command, ["--link", "fast"], "expected a rate such as 100mbit"),
+        (bench.command, ["--json", "no/such/folder/x.json"], "cannot be written"),
+        (replicas.command, ["--codecs", "powersgd1"], "simulated replicas have no powersgd1"),
+        (replicas.command, ["--optimizer", "sgd"], "is trained with adamw or muon, got 'sgd'"),
+        (replicas.command, ["--task", "gpt", "--size", "3m"], "goes with --task bytes"),
+        (codec_bench.command, ["--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
+        (kernels_bench.command, ["--device", "cpu", "--threads", "1,0"], "expected integers from 1 on, got '0'"),
+    ],
+)
+def test_bad_flags(command: Any, flags: list[str], complaint: str) -> None:
+    result = invoke(command, "--quick", *flags)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.replace("│", "").split())
+
+
+# --- simulated replicas -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = torch.arange(4000, dtype=torch.uint8)
+    monkeypatch.setattr(tasks, "sources", lambda: (text, text))
+    monkeypatch.setattr(tasks, "QUICK_BYTES", replace(tasks.QUICK_BYTES, steps=3))
+    shelf, written = tmp_path / "runs.jsonl", tmp_path / "record.json"
+    flags = ["--quick", "--world", "2", "--codecs", "lloyd2@none,bf16", "--resume", str(shelf), "--json", str(written)]
+    first = invoke(replicas.command, *flags, "--seeds", "1")
+    assert first.exit_code == 0, first.output
+    kept = shelf.read_text().splitlines()
+    assert [json.loads(line)["run"]["scheme"] for line in kept] == ["none", "lloyd2@none", "bf16"]
+    invoke(replicas.command, *flags, "--seeds", "2", "--minutes", "0")
+    assert shelf.read_text().splitlines() == kept  # there was no time for the second seed
+    assert json.loads(written.read_text())["rows"] == []
+    assert invoke(replicas.command, *flags, "--seeds", "1", "--minutes", "0").exit_code == 0
+    plain, lloyd, bf16 = json.loads(written.read_text())["rows"]
+    assert plain["loss_log_ratio"] == 0 != lloyd["loss_log_ratio"]
+    assert bf16["bytes_over_plain"] == 0.5 > lloyd["bytes_over_plain"] > 2 / 32
+    (tmp_path / "x").write_bytes(b"\xff\xfe")
+    result = invoke(replicas.command, *flags[:4], "--resume", str(tmp_path / "x"))
+    assert (result.exit_code, "does not hold runs" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("size", "weights"), [("250k", 273_024), ("3m", 3_290_624), ("30m", 28_634_624)])
+def test_sizes(size: str, weights: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in tasks.SIZES[size].network().parameters()) == weights
+
+
+# --- links with a delay -----------------------------------------------------------------------------------------------
+
+
+def test_a_link_with_a_delay() -> None:
+    link = delay.parse("20mbit+50ms")
+    assert isinstance(link, delay.DelayedLink)
+    assert (link.rate, link.delay, str(link)) == (2e7, 0.05, "20mbit+50ms")
+    assert delay.parse("1gbit") == links.parse("1gbit")
+    for text in ("10gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
+        with pytest.raises(links.BenchError, match="expected"):
+            delay.parse(text)
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    with links.hosts(2, link) as names, ThreadPoolExecutor(2) as threads:
+        listening = threading.Event()
+        answered = threads.submit(answer, names[1], listening)
+        took = threads.submit(ask, names[0], listening).result(timeout=20)
+        assert answered.result(timeout=20) == 100_000
+    assert 0.2 <= took < 2  # there and back to connect, there with the last byte, back with the answer
+
+
+def answer(host: str, listening: threading.Event) -> int:
+    """Read until the other has no more, and answer with one byte."""
+    links.enter(host)
+    with socket.create_server(("10.77.0.2", 5000)) as server:
+        listening.set()
+        connection, _ = server.accept()
+        with connection:
+            found = sum(len(part) for part in iter(lambda: connection.recv(1 << 16), b""))
+            connection.send(b"!")
+            return found
+
+
+def ask(host: str, listening: threading.Event) -> float:
+    links.enter(host)
+    listening.wait(10)
+    begun = time.monotonic()
+    with socket.create_connection(("10.77.0.2", 5000), timeout=10) as connection:
+        connection.sendall(bytes(100_000))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b"!"
+    return time.monotonic() - begun
