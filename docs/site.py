@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site: files beside docs/, and docstrings as Markdown."""
+"""Hooks for mkdocs: files beside docs/, and docstrings as Markdown."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*.*")  # of what the site has, too
+BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*.*")  # files outside docs/ that the site has too
 ARGUMENT = re.compile(r"^(?P<names>\w+(?:, \w+)*): ", re.MULTILINE)
 STARRED = re.compile(r'(?<!`)"[^"\n`]*\*[^"\n`]*"(?!`)')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Pages and examples that lie beside docs/ get a place on the site."""
+    """Add pages and examples outside docs/ to the site."""
     for path in sorted(found for pattern in BESIDE for found in ROOT.glob(pattern)):
         name = str(path.relative_to(ROOT))
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
@@ -24,7 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links over the edge of docs/: the site has everything below one root."""
+    """Rewrite links that leave docs/: the site has everything below one root."""
     up = "../" * page.file.src_uri.count("/")
     if page.file.src_dir == config.docs_dir:
         return markdown.replace(f"]({up}../", f"]({up}")
@@ -32,24 +32,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 class Arguments(griffe.Extension):
-    """Lines `name: what it is` of a docstring become items of a list; strings with a star are code, not emphasis."""
+    """Turns lines `name: meaning` of a docstring into list items, and strings with a star into code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for every function and class."""
+        """Turn the arguments in a docstring into a list."""
         if obj.docstring is not None and isinstance(obj, griffe.Function | griffe.Class):
             head, first, rest = _partition(STARRED.sub(r"`\g<0>`", obj.docstring.value))
             obj.docstring.value = head + ARGUMENT.sub(r"- `\g<names>`: ", first + rest)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Keywords that `unpack_typeddict` has spelled out get the defaults of the dataclass that has them."""
-        fields = func.package["integrations.options.DDPOptions"].members
+        """Give keywords from `unpack_typeddict` the defaults of the dataclass."""
+        fields = func.package["integrations.choice.options.DDPOptions"].members
         for parameter in func.parameters:
             if parameter.default == "..." and parameter.name in fields:
                 parameter.default = fields[parameter.name].value
 
 
 def _partition(text: str) -> tuple[str, str, str]:
-    """What comes before the first argument, with an empty line, the argument's name, and the rest."""
+    """Return the text before the first argument, the argument's name, and the rest."""
     found = ARGUMENT.search(text)
     if found is None:
         return text, "", ""

@@ -2,7 +2,7 @@
 
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
 `<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column, with
-`; without: HEAD, HEAD` at the end no columns under these heads; what
+`; without: HEAD, HEAD` at the end no columns under these heads, and without `legend` no explanation of columns; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
 `<!-- advise: FLAGS -->` and `<!-- end advise -->`, the options of a command between `<!-- options: COMMAND -->` and
 `<!-- end options -->`; `thinwire advise` ships MACHINES
@@ -52,6 +52,7 @@ RECORDS = {
 }
 ON_NCCL = "collectives_nccl_h200_2*_2ranks.json"  # by date: the newest counts
 COLUMNS = 108  # of the terminal
+LEGEND = "legend"  # a head that stands for what a caption says about columns
 
 
 def printed(text: str) -> str:
@@ -60,9 +61,8 @@ def printed(text: str) -> str:
 
 
 def files(text: str) -> set[str]:
-    """The records that a page shows."""
-    listed = [file for found in TABLE.finditer(text) for file in found["files"].split("; ")[0].split(", ")]
-    return {*listed, *(found["file"] for found in DEMO.finditer(text))}
+    """The records that a page shows or names."""
+    return set(re.findall(r"\bbenchmarks/\w[\w.-]*\.json\b", text))
 
 
 def shipped() -> str:
@@ -179,9 +179,9 @@ def _table(found: re.Match[str]) -> str:
 
 
 def _without(block: str, heads: list[str]) -> str:
-    """A table without the columns under `heads`; other text as it is."""
+    """A table without the columns under `heads`; other text as it is, or without what explains columns."""
     if not block.startswith("|"):
-        return block
+        return block.partition(". ")[0] if LEGEND in heads else block
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
     kept = [i for i, head in enumerate(cells[0]) if head not in heads]
     return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in cells)

@@ -25,7 +25,7 @@ def test_what_is_shipped_is_what_the_records_say() -> None:
     assert figures.EVIDENCE.read_text() == figures.proven(), "run `python tests/figures.py`"
 
 
-def test_every_record_is_shown_somewhere() -> None:
+def test_every_record_is_named_somewhere() -> None:
     shown = set().union(*(figures.files(page.read_text()) for page in figures.PAGES))
     assert shown == {f"benchmarks/{path.name}" for path in (figures.ROOT / "benchmarks").glob("*.json")}
 

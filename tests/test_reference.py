@@ -45,7 +45,7 @@ def test_the_examples_of_the_wire_format(spec: str) -> None:
     codec = thinwire.codec(spec)
     wire = torch.empty(codec.wire_bytes(len(NUMBERS)), dtype=torch.uint8)
     codec.encode(torch.tensor(NUMBERS), wire)
-    _, _, example = (PAGES / "wire-format.md").read_text().partition(f'`codec("{spec}")`')
+    _, _, example = (figures.ROOT / "docs" / "internals" / "wire-format.md").read_text().partition(f'`codec("{spec}")`')
     lines = re.findall(
         r"^ *\d+  ((?:[0-9a-f]{2} ?)+)$", example.partition("```\n")[2].partition("```")[0], re.MULTILINE
     )

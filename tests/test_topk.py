@@ -25,7 +25,7 @@ def numbers(numel: int, seed: int = 0) -> Tensor:
 
 
 def by_hand(wire: bytes, numel: int) -> list[float]:
-    """The numbers of a wire, from docs/reference/wire-format.md alone."""
+    """The numbers of a wire, from docs/internals/wire-format.md alone."""
     magic, version, kind, bits, variant, zero, block, _, key, told = struct.unpack_from("<2sBBBBHIIQQ", wire)
     assert (magic, version, kind, bits, zero, block, key, told) == (b"TW", 1, 4, 2, 0, 4096, 0, numel)
     kept = 16 * variant

@@ -23,12 +23,12 @@ from thinwire.kernels.schema import CELLS, TRELLIS
 
 
 def index_of(bits_before: tuple[int, int], path: int, place: int) -> int:
-    """The formula of docs/reference/wire-format.md."""
+    """The formula of docs/internals/wire-format.md."""
     return 4 * place + 2 * (path ^ bits_before[1]) + bits_before[0]
 
 
 def by_hand(wire: bytes, numel: int) -> list[float]:
-    """The numbers of a plain wire of 2 bits, from docs/reference/wire-format.md alone."""
+    """The numbers of a plain wire of 2 bits, from docs/internals/wire-format.md alone."""
     magic, version, kind, bits, variant, _, block, _, key, told = struct.unpack_from("<2sBBBBHIIQQ", wire)
     assert (magic, version, kind, bits, variant, key, told) == (b"TW", 1, 5, 2, 0, 0, numel)
     half = (11, 37, 62, 106)

@@ -5,7 +5,7 @@
 A topk wire has the upper levels of its blocks where an affine one has minima, and planes of three kinds: codes, the low
 bits of places, and marks.
 
-docs/reference/wire-format.md describes every byte, with a worked example.
+docs/internals/wire-format.md describes every byte, with a worked example.
 """
 
 import ctypes

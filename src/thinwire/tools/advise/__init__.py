@@ -5,5 +5,5 @@
     verdict.judge(job, Cluster(64, 8, across=slow, inside=fast), cluster.recorded("cuda"))
 
 Pure functions of their arguments, except `measure.py`, which asks the ranks of a running job. The formula is at the top
-of model.py and in docs/reference/advise.md.
+of model.py and in docs/reference/cli.md.
 """

@@ -78,7 +78,7 @@ def command(
 
     The advice is the fastest scheme among those whose loss stays within the seed-to-seed spread. It may be not to
     compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
-    committed records (docs/reference/advise.md has the formula). A gain is a range: the error observed against measured
+    committed records (docs/reference/cli.md has the formula). A gain is a range: the error observed against measured
     steps.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
