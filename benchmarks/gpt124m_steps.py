@@ -9,6 +9,7 @@ a model of its own; arms take turns step by step, and a row holds the median ove
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -68,9 +69,11 @@ class Block(nn.Module):
         """x plus what both parts add."""
         rows, length, width = x.shape
         split = self.qkv(self.before_attention(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*split, is_causal=True)
+        q, k, v = split.unbind()
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attended(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.narrow(functional.gelu(self.wide(self.before_wide(x))))
+        wider: Tensor = self.narrow(functional.gelu(self.wide(self.before_wide(x))))
+        return x + wider
 
 
 class GPT(nn.Module):
@@ -244,9 +247,9 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = ddp_step if options.parallel == "ddp" else fsdp_step
+    make: Callable[[str, Size, tuple[Tensor, Tensor]], Step] = ddp_step if options.parallel == "ddp" else fsdp_step
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
-    show = (lambda text: print(text, flush=True)) if rank == 0 else (lambda _: None)
+    show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)
     taken = measure(steps, options.rounds, device)
     numel = sum(parameter.numel() for parameter in GPT(size).parameters())
