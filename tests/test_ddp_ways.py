@@ -522,7 +522,7 @@ def copied(group: Group, how: str) -> dict[str, bool]:
     for other in (again, fresh):
         compress_ddp(other, "int8", exempt="none")
     found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
-    found["once"] = "compressed already" in message_of(lambda: compress_ddp(again, "int8"))
+    found["once"] = "already compressed" in message_of(lambda: compress_ddp(again, "int8"))
     return found
 
 
@@ -570,7 +570,7 @@ def refuse(group: Group) -> dict[str, str]:
     for name, (options, _) in REFUSED.items():
         found[name] = message_of(lambda options=options: compress_ddp(model, **options).close())
     found["no DDP"] = message_of(lambda: compress_ddp(model.module))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^compress_ddp\(\) has no option 'bits'; besides the codec it takes "):
+    with pytest.raises(TypeError, match=r"^compress_ddp\(\) has no option 'bits'; apart from the codec it takes "):
         compress_ddp(model, bits=4)  # type: ignore[call-arg]
     found["no names"] = message_of(lambda: thinwire.DDPState(group, policy={"a": "int8"}))
     handle = compress_ddp(model, "int8")  # what was refused left nothing behind

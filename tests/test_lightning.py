@@ -180,7 +180,7 @@ def test_a_state_that_cannot_be_gathered_does_not_stop_a_checkpoint(pair: World,
     (state, told), (_, silent) = pair.run(rank, "save", split, {}, tmp_path / "split.ckpt")
     assert state is None
     assert len(told) == 1
-    assert told[0].startswith(WITHOUT + "gather=True does not know tensor parallelism")
+    assert told[0].startswith(WITHOUT + "gather=True does not support tensor parallelism")
     assert silent == []
 
 
@@ -249,7 +249,7 @@ def test_fabric(pair: World, sharded: bool, tmp_path: Path) -> None:
 @needs_lightning
 def test_one_device_sends_nothing_and_says_so_once(pair: World) -> None:
     for lines, with_it, without in pair.run(rank, "alone"):
-        assert lines == ["SingleDeviceStrategy has one rank, which sends nothing: there is nothing to compress"]
+        assert lines == ["SingleDeviceStrategy has only one rank: there is nothing to compress"]
         assert_same(with_it, without)
 
 

@@ -246,5 +246,5 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     def options(**given: Any) -> str:
         return message_of(lambda: thinwire.DDPState(None, "lloyd2", **given))
 
-    assert "goes without feedback" in options(weigh="moments", feedback="classic")
+    assert "excludes feedback" in options(weigh="moments", feedback="classic")
     assert options(weigh="maybe") == "weigh must be one of auto, none, moments, got 'maybe'"
