@@ -24,8 +24,7 @@ import thinwire
 from cases import in_time, thorough
 from ranks import RankPool
 from test_faults import SOON_S, failure, threads, until
-from test_nccl import Group, each_world, on_nccl, on_worlds
-from thinwire.collectives.channel import channel_of
+from test_nccl import Group, on_nccl, on_worlds
 from thinwire.tools.local import launch
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost
@@ -159,59 +158,3 @@ def test_a_rank_that_stops_ends_the_others(ranks: RankPool, world: int) -> None:
     with pytest.raises(RuntimeError, match=f"rank 0, in messages of group .* timeout of {LATE_S:g} s"):
         ranks.fresh(world).run(stop_in_steps, lost=1)
     assert time.monotonic() - start > LATE_S
-
-
-# --- calls that differ ------------------------------------------------------------------------------------------------
-
-
-def differ(group: Group, numel: int) -> dict[str, Any]:
-    """Rank 0 makes another call than the others, of which all know these; what each is told, and what follows."""
-    place = on_nccl(group)
-    device = place.device
-    del place
-    on_nccl.cache_clear()
-    rank, size = group.rank(), group.size()
-    own = c10d.TCPStore("localhost", 0, is_master=True) if rank == 0 else None
-    ports = [0 if own is None else own.port]
-    dist.broadcast_object_list(ports, 0)
-    dist.destroy_process_group()
-    store = own or c10d.TCPStore("localhost", ports[0])
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    member = dist.new_group(backend="nccl")
-    call = calls_of("all_reduce", member, device)
-    for known in (5000, 6000) * 3:
-        call(known)
-    torch.cuda.synchronize()
-    channel = channel_of(member, device)
-    start = time.monotonic()
-    raised = failure(functools.partial(call, 5000 if rank else numel))
-    told = until(lambda: channel.failure is not None, seconds=60)
-    seconds = time.monotonic() - start
-    torch.cuda.synchronize()  # nothing on the GPU waits for another rank any more
-    errors = [failure(functools.partial(call, known)) for known in (5000, 7)]
-    again = torch.full((3,), 127.0, device=device)
-    thinwire.all_reduce(again, group=dist.new_group(backend="nccl"), **HOW)
-    return {
-        "told": told,
-        "seconds": seconds,
-        "raised": str(raised),
-        "errors": [f"{type(error).__name__}: {error}" for error in errors],
-        "again": again.tolist(),
-    }
-
-
-@each_world
-@pytest.mark.parametrize("numel", [6000, 7000], ids=["known", "new"])
-@in_time
-def test_calls_that_differ_are_told_to_all_ranks(ranks: RankPool, world: int, numel: int) -> None:
-    fresh = ranks.fresh(world)
-    answers = fresh.run(differ, numel)
-    fresh.close()
-    for told in answers:
-        assert told["told"], told
-        assert told["seconds"] < 30, told  # of a timeout of 120
-        for error in told["errors"]:
-            assert error == answers[0]["errors"][0], answers
-            said = ("the ranks disagree about operation", "numel=5000", f"numel={numel}", "make a new group to go on")
-            assert all(part in error for part in said), error
-        assert told["again"] == [127.0 * world] * 3
