@@ -106,28 +106,27 @@ def _decode_tile(
     sink, wires, keys, norm, at,
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
+    unusual = True
     if T.rare:
-        _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
+        z, post = sum_any(wires, at, T)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)
-        trouble = anywhere(odd)
-        if not CALM:
-            trouble = trouble | 1
-        if trouble == 0:
-            z, unit = usual_sum(begun, wires.levels, T, WORLD)
-            z = finish(times(z, unit), keys, norm, at, T)
-            _put(sink, z, at, T, MODE, False)
+        if CALM:
+            unusual = anywhere(odd) != 0
+        post = tl.full((T.rows, T.columns), 1.0, tl.float32)
+        if unusual:
+            z, post = sum_any(wires, at, T)
         else:
-            _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
-
-
-@triton.jit
-def _decode_any(sink, wires, keys, norm, at, T: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr):
-    z, post = sum_any(wires, at, T)
-    if COUNT:
-        note(sink.bad, sink.call, worst_scale(wires, at, T))
-    z = leave(finish(z, keys, norm, at, T), post, T)
-    _put(sink, z, at, T, MODE, True)
+            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z = times(z, unit)
+    z = finish(z, keys, norm, at, T)
+    if unusual:
+        if COUNT:
+            note(sink.bad, sink.call, worst_scale(wires, at, T))
+        z = leave(z, post, T)
+        if MODE == ALONE:
+            z = _fitted(z, sink.out, tl.bfloat16, BF16_MAX, T)
+    _put(sink, z, at, T, MODE)
 
 
 @triton.jit
@@ -140,11 +139,11 @@ def note(bad, call, worst):
 
 
 @triton.jit
-def _put(sink, z, at, T: tl.constexpr, MODE: tl.constexpr, ANY: tl.constexpr):
+def _put(sink, z, at, T: tl.constexpr, MODE: tl.constexpr):
     """Write a result; with feedback remember what was left, and add what is remembered."""
     start = at.first * T.block
     if MODE == ALONE:
-        store(sink.out + start, _fitted(z, sink.out, T, ANY), at, T)
+        store(sink.out + start, _fitted(z, sink.out, tl.float16, FP16_MAX, T), at, T)
     else:
         left = load(sink.left + start, at, T)
         if T.loose:
@@ -185,12 +184,10 @@ def leave(z, post, T: tl.constexpr):
 
 
 @triton.jit
-def _fitted(z, out, T: tl.constexpr, ANY: tl.constexpr):
-    """z where it goes into a 16-bit output: values just past its largest number become that."""
-    if out.dtype.element_ty == tl.float16:
-        return [_saturated(x, FP16_MAX, T) for x in z]
-    elif out.dtype.element_ty == tl.bfloat16 and ANY:
-        return [_saturated(x, BF16_MAX, T) for x in z]
+def _fitted(z, out, KIND: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr):
+    """z where it goes into an output of the 16-bit KIND: values just past its largest number become that."""
+    if out.dtype.element_ty == KIND:
+        return [_saturated(x, MOST, T) for x in z]
     else:
         return z
 

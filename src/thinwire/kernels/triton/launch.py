@@ -188,10 +188,17 @@ def blocks(
         "cells": cells(layout.format.kind, layout.format.bits, device),
         **dict(more),
     }
-    constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
+    constants = {"T": T if INTERPRETED else Known(T), "TAIL": has_tail(layout), **constants}
     grid = max(1, -(-full // T.rows) + ragged)
     warps = LONG_WARPS if T.pieces else config.warps
     return Prepared(_BLOCK_KERNELS[kernel], device, grid, warps, known, constants, config.registers)
+
+
+def has_tail(layout: Layout) -> bool:
+    """Whether a kernel can work on a short last block. Those of levels always can: they take long to compile, and no
+    more registers than without; others would take some that full blocks can do without.
+    """
+    return layout.format.gaussian or layout.numel % layout.format.block > 0
 
 
 def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:

@@ -45,14 +45,16 @@ def recode_kernel(
         else:
             _recode_tile(wires, target, cells, dither, scale, position(first, full, T.block, T.span, T), T, WORLD)
     elif TAIL:
-        first = wide(full)
-        wires = wires_from(wire, all_wires, first, T)
-        target = sections(out, offsets, first, T)
-        if T.gaussian:
-            at = position(first, full + 1, length, span, T.ragged)
-            _recode_tile(wires, target, cells, dither, scale, at, T.ragged, WORLD)
-        else:
-            _recode_pieces(wires, target, dither, scale, first, wide(span), T.ragged)
+        is_short = length > 0
+        if is_short:
+            first = wide(full)
+            wires = wires_from(wire, all_wires, first, T)
+            target = sections(out, offsets, first, T)
+            if T.gaussian:
+                at = position(first, full + 1, length, span, T.ragged)
+                _recode_tile(wires, target, cells, dither, scale, at, T.ragged, WORLD)
+            else:
+                _recode_pieces(wires, target, dither, scale, first, wide(span), T.ragged)
 
 
 @triton.jit

@@ -212,12 +212,14 @@ def recode_own(
         target = sections(out, offsets, first, T)
         _recode_own(there, source, target, cells, keys, root, norm, scale, tile_at, T, WORLD, CALM, MODE)
     elif TAIL:
-        first = wide(full)
-        tail_at = position(first, full + 1, length, span, T.ragged)
-        there = wires_from(wire, wires, first, T)
-        target = sections(out, offsets, first, T)
-        norms = (tail_root, tail_norm)
-        _recode_own(there, source, target, cells, keys, *norms, scale, tail_at, T.ragged, WORLD, CALM, MODE)
+        is_short = length > 0
+        if is_short:
+            first = wide(full)
+            tail_at = position(first, full + 1, length, span, T.ragged)
+            there = wires_from(wire, wires, first, T)
+            target = sections(out, offsets, first, T)
+            norms = (tail_root, tail_norm)
+            _recode_own(there, source, target, cells, keys, *norms, scale, tail_at, T.ragged, WORLD, CALM, MODE)
 
 
 @triton.jit
@@ -244,6 +246,7 @@ def _recode_own(
 
 @triton.jit
 def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
+    """In two branches to the end: one behind them takes more registers (lloyd4 on sm_90: 96, not 80)."""
     if T.rare:
         others, post = sum_any(wires, at, T)
         others = leave(finish(others, keys, norm, at, T), post, T)

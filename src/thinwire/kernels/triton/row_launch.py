@@ -179,7 +179,7 @@ def _blocks(
     for letter, layout in layouts.items():
         numbers = _numbers(layout, T, norm)
         arguments |= {f"{letter}_{name}": value for name, value in numbers.items()}
-        tail = tail or bool(numbers["length"])
+        tail = tail or launch.has_tail(layout)
         programs = max(programs, -(-numbers["full"] // T.rows) + bool(numbers["length"]))
     constants = {"T": T if INTERPRETED else launch.Known(T), "TAIL": tail, **constants}
     warps = LONG_WARPS if T.pieces else config.warps
@@ -214,7 +214,7 @@ def _own(
     known["norm"] = norm * launch.roots(layout)[0] if layout.format.rotated else norm
     constants = {
         "T": T if INTERPRETED else launch.Known(T),
-        "TAIL": bool(numbers["length"]),
+        "TAIL": launch.has_tail(layout),
         "WORLD": launch.unrolled(world - 1, layout.format),
         "CALM": abs(scale) * world < launch.SMALL_NORM,
         "MODE": _MODES[feedback.mode if feedback else ""],

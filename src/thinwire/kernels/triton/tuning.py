@@ -69,8 +69,9 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
         if (op.startswith("recode") and format.bits < 8) or (op.startswith("encode") and dtype.itemsize == 2):
             return [Config(8, 2), STARVED, Config(8, 4)]
         return [STARVED, Config(8, 2), Config(4, 4)]
-    if op == "encode_residual":
-        return [Config(4, 1), Config(8, 1), Config(8, 2), STARVED]
+    if op == "encode_residual":  # ptxas would take up to 160 registers, for a short last block
+        most = {1: 128, 2: 96, 4: 96}.get(format.bits) if format.block <= 512 else None
+        return [Config(4, 1, most), Config(8, 1), Config(8, 2), STARVED]
     if op == "encode":
         return [Config(16, 2), Config(8, 1), Config(32, 1, 200), STARVED]
     if op == "recode" and format.bits != 3:  # ptxas would take up to 255 registers, for sums of unusual scales
