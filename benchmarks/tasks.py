@@ -201,7 +201,7 @@ class Bytes(Gpt):
 
     def network(self) -> nn.Module:
         """Rotary positions and small weights: with learned positions 600 steps end at twice the loss."""
-        network = Transformer(256, self.context, self.width, self.heads, self.depth, rotary=True)
+        network = RotaryTransformer(256, self.context, self.width, self.heads, self.depth)
         for name, layer in network.named_modules():
             if isinstance(layer, nn.Linear):
                 adds = name.endswith(("out", "narrow"))  # to what the next blocks see
@@ -216,6 +216,30 @@ class Bytes(Gpt):
     def digest(self) -> str:
         """The same for the same text."""
         return hashlib.sha256(b"".join(bytes(text.numpy()) for text in self.texts())).hexdigest()[:16]
+
+
+class RotaryTransformer(Transformer):
+    """Queries and keys are rotated by their positions; the input has none."""
+
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int) -> None:
+        super().__init__(letters, context, width, heads, depth)
+        del self.places
+        self.blocks = nn.Sequential(*(RotaryBlock(width, heads) for _ in range(depth)))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.letters(codes))))
+        return logits
+
+
+class RotaryBlock(TransformerBlock):
+    def turned(self, x_BHTD: Tensor) -> Tensor:
+        """Each pair of numbers rotated by the position's angle."""
+        context, width = x_BHTD.shape[-2:]
+        rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=x_BHTD.device) / width)
+        angles_TE = torch.arange(context, device=x_BHTD.device)[:, None] * rates_E
+        cos_TE, sin_TE = angles_TE.cos().to(x_BHTD.dtype), angles_TE.sin().to(x_BHTD.dtype)
+        a, b = x_BHTD.chunk(2, dim=-1)
+        return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
 
 
 _DIGITS = Digits("digits", 600, 5, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 128, 128, 10))

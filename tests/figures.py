@@ -104,7 +104,10 @@ def _speed(rows: list[record.Row], codec: str) -> CodecSpeed | None:
     ops = {op: [row for row in rows if (row["codec"], row["op"]) == (codec, op)] for op in OPS}
     if not all(ops.values()):
         return None
-    return CodecSpeed.of_ops(column(ops["recode"][0], "world"), *(_slope(ops[op], "ms_p50") for op in OPS))
+    encode, decode, decode_sum, recode = (_slope(ops[op], "ms_p50") for op in OPS)
+    further = column(ops["recode"][0], "world") - 1  # wires that the last two read
+    wire = max(0.0, (decode_sum - decode) / further)
+    return CodecSpeed(encode, decode, wire, max(0.0, recode - wire * further))
 
 
 def _slope(rows: list[record.Row], time: str) -> float:

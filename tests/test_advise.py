@@ -550,7 +550,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_torchrun_measures_and_rank_0_prints(program: Ended) -> None:
     assert program.status == 0, program.told
     found = json.loads(program.out)  # one answer, of one rank
-    assert found["machine"]["source"] == "measured by 2 ranks"
+    assert 1e7 < found["cluster"]["inside"]["bytes_per_s"] < 1e11
     assert found["cluster"]["world"] == found["cluster"]["per_node"] == 2
     assert [scheme["scheme"] for scheme in found["schemes"] if scheme["codec"] == "int8"] == ["int8 one_shot"]
 

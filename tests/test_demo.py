@@ -1,9 +1,7 @@
 """`thinwire demo`: a whole run in a pipe, one on a terminal that is interrupted, verdicts and flags."""
 
 import io
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Interrupted, Record
 from thinwire.tools.cli import demo as cli, findings, training
 from thinwire.tools.cli.app import app
-from thinwire.tools.local import link as links
 
 OWN = cluster.recorded("cpu", "aarch64")
 
@@ -147,27 +144,3 @@ def test_bad_flags(flags: list[str], complaint: str, measured: None) -> None:
     result = call(*flags)
     assert result.exit_code == 2
     assert complaint in " ".join(result.stderr.split())
-
-
-def test_a_user_shapes_links_as_root_of_a_namespace_of_his_own(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
-
-    def execvp(file: str, arguments: list[str]) -> None:
-        ran.append(arguments)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(os, "execvp", execvp)
-    monkeypatch.setattr(sys, "argv", ["thinwire", "demo", "--link", "1gbit"])
-    monkeypatch.setattr(links, "_run", lambda *command, check=True: "")
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    assert call("--link", "1gbit").exit_code == 0
-    assert ran[0][:3] == ["unshare", "--user", "--map-root-user"]
-    assert ran[0][-6:] == [sys.executable, "-m", "thinwire", "demo", "--link", "1gbit"]
-
-    def refuse(*command: str, check: bool = True) -> str:
-        raise links.LinkError("no user namespaces")
-
-    monkeypatch.setattr(links, "_run", refuse)
-    result = call("--link", "1gbit")
-    assert (result.exit_code, "no user namespaces" in result.stderr) == (1, True)

@@ -135,13 +135,15 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
     ]
 
 
-LINES = {"tools.bench": 1500, "tools.advise": 900, "tools.report": 810}  # at most
+LINES = {"tools.bench": 1300, "tools.advise": 800, "tools.report": 620, "tools.local": 530, "tools": 5400}  # at most
 
 
 def test_rooms_keep_their_budgets() -> None:
-    found = {
-        room: sum(len(path.read_text().splitlines()) for path in MODULES if room_of(path) == room) for room in LINES
-    }
+    found = dict.fromkeys(LINES, 0)
+    for path in MODULES:
+        lines = len(path.read_text().splitlines())
+        for room in {room_of(path), room_of(path).partition(".")[0]} & set(LINES):
+            found[room] += lines
     over = {room: count for room, count in found.items() if count > LINES[room]}
     assert not over, f"lines over the budget {LINES}: {over}"
 

@@ -104,13 +104,6 @@ class CodecSpeed:
     wire: float  # of every further wire in a sum
     recode: float  # of one wire
 
-    @classmethod
-    def of_ops(cls, wires: float, encode: float, decode: float, decode_sum: float, recode: float) -> "CodecSpeed":
-        """From the seconds of each op, of which the last two read `wires` wires."""
-        further = max(0.0, wires - 1)
-        wire = max(0.0, (decode_sum - decode) / further) if further else 0.0
-        return cls(encode, decode, wire, max(0.0, recode - wire * further))
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -16,8 +16,6 @@ needs the processor the backward pass runs on:
 Legend: W ranks, G of them in a node, M nodes; w bytes of the wire of n elements.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +32,6 @@ BUCKET_BYTES = 25 << 20  # DDP's default
 BACKWARD = 0.5  # of a step's compute: two thirds of forward and backward pass, less what optimizer and data take
 CHUNK = 1 << 18  # elements
 CLASSIC_COPIES = 5.0  # passes of classic feedback over the gradients, in copies, beside another decode
-_NUMEL = 1 << 16  # of the numbers that are encoded for an error: it is known to about 1 %
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,6 @@ def bits_of(codec: Codec) -> float:
     return 8 * codec.wire_bytes(1 << 20) / (1 << 20)
 
 
-@functools.lru_cache(maxsize=256)
-def omega(codec: Codec) -> float:
-    """The share of its squares that one rounding of a Gaussian loses."""
-    if isinstance(codec, Identity):
-        return 0.0
-    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
-    wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8)
-    back = torch.empty(_NUMEL)
-    codec.encode(x, wire)
-    codec.decode(wire, back)
-    return float((back - x).square().sum() / x.square().sum())
-
-
 @dataclass(frozen=True)
 class SumScheme:
     """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
@@ -96,15 +80,6 @@ class SumScheme:
         """What compress_ddp adds by itself below 4 bits: Adam's units, or classic feedback; none over a mesh."""
         few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4
         return ("none+moments" if job.adaptive else "classic") if few and self.across is None else "none"
-
-    def error(self, cluster: Cluster) -> float:
-        """RMS of what a sum of Gaussians loses over RMS of the sum: each rounding loses omega of the squares."""
-        if self.algorithm == "ring":
-            return math.sqrt(omega(self.codec) * ((cluster.world + 1) / 2 - 1 / cluster.world + 1))
-        roundings = 1 if self.algorithm == "one_shot" or cluster.nodes == 2 else 2
-        if self.across is not None:  # a rounding inside, those of the sum across, and another inside
-            return math.sqrt(2 * omega(self.codec) + roundings * omega(self.across))
-        return math.sqrt((1 if self.algorithm == "one_shot" else 2) * omega(self.codec))
 
     def how(self, cluster: Cluster) -> str:
         """The line of code that does it."""
@@ -267,7 +242,6 @@ class Prediction:
     exposed_s: float  # communication that the backward pass does not hide
     wire_s: float  # of the busiest link
     work_s: float  # of kernels, calls and messages
-    error: float  # RMS of what a sum loses, over RMS of the sum
     feedback: str
     bucket_bytes: int
 
@@ -290,7 +264,6 @@ def predict(job: TrainingJob, scheme: SumScheme, cluster: Cluster, machine: Mach
         exposed_s=exposed,
         wire_s=count * each.wire_s,
         work_s=count * each.work_s,
-        error=scheme.error(cluster) if cluster.world > 1 else 0.0,
         feedback=scheme.feedback(job),
         bucket_bytes=job.bucket_bytes,
     )

@@ -10,18 +10,11 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BYTES = {**_POWERS, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40, "i": 1.0}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
-_COUNTS = {**_POWERS, "b": 1e9}
-
 RATES = "a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"
 TIMES = "a time such as 1.2s, 350ms or 20us"
 COUNTS = "a count such as 7e9, 125M or 7B"
 SIZES = "a size such as 25MB or 512MiB"
 SHARES = "a share such as 0.5 or 50%"
-
-# Beyond these nothing is meant, and products of quantities would not be finite.
-LEAST_RATE = 1 / 8  # bytes per second: one bit
-LONGEST = 1e9  # seconds
-MOST = 10**18  # of a count, and bytes of a size
 
 
 def rate(text: str) -> float:
@@ -31,15 +24,14 @@ def rate(text: str) -> float:
     if found is None:
         raise AdviceError(f"expected {RATES} (a small b is a bit, a capital B a byte), got {text!r}")
     value = float(found[1]) * _BYTES[found[2].lower()] / (8 if bits or found[3] == "b" else 1)
-    return _within(value, LEAST_RATE, 1e18, text, f"{RATES}, at least 1bit/s and at most 1e9GB/s")
+    return _within(value, 1 / 8, 1e18, text, f"{RATES}, at least 1bit/s and at most 1e9GB/s")
 
 
 def seconds(text: str) -> float:
-    """Seconds, from 0 to LONGEST."""
     found = re.fullmatch(rf"{_NUMBER} *([a-zµ]+)", text.strip(), re.IGNORECASE)
     if found is None or found[2].lower() not in _SECONDS:
         raise AdviceError(f"expected {TIMES}, got {text!r}")
-    return _within(float(found[1]) * _SECONDS[found[2].lower()], 0.0, LONGEST, text, f"{TIMES}, at most 1e9s")
+    return _within(float(found[1]) * _SECONDS[found[2].lower()], 0.0, 1e9, text, f"{TIMES}, at most 1e9s")
 
 
 def count(text: str) -> int:
@@ -47,8 +39,8 @@ def count(text: str) -> int:
     found = re.fullmatch(rf"{_NUMBER} *([kmbgt]?)", text.strip().replace("_", ""), re.IGNORECASE)
     if found is None:
         raise AdviceError(f"expected {COUNTS}, got {text!r}")
-    times = _COUNTS[found[2].lower()]
-    _within(float(found[1]) * times, 1, MOST, text, f"{COUNTS}, from 1 to 1e18")
+    times = {**_POWERS, "b": 1e9}[found[2].lower()]
+    _within(float(found[1]) * times, 1, 1e18, text, f"{COUNTS}, from 1 to 1e18")
     value = Fraction(found[1]) * int(times)  # exactly: 1.001k is whole, 1.5 is not
     if value.denominator != 1:
         raise AdviceError(f"expected a whole number, {COUNTS}, got {text!r}")
@@ -60,7 +52,7 @@ def size(text: str) -> int:
     found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?i?)B", text.strip())
     if found is None:
         raise AdviceError(f"expected {SIZES}, got {text!r}")
-    return round(_within(float(found[1]) * _BYTES[found[2].lower()], 1, MOST, text, f"{SIZES}, from 1B to 1e9GB"))
+    return round(_within(float(found[1]) * _BYTES[found[2].lower()], 1, 1e18, text, f"{SIZES}, from 1B to 1e9GB"))
 
 
 def share(text: str) -> float:
@@ -83,10 +75,8 @@ def duration(seconds: float) -> str:
 
 
 def nbytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"
+    unit, times = next((pair for pair in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= pair[1]), ("kB", 1e3))
+    return f"{count / times:.3g} {unit}"
 
 
 def mebibytes(count: int) -> str:

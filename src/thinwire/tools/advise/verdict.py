@@ -113,7 +113,7 @@ def judge(
         _with_best_buckets(job, scheme, cluster, machine, buckets)
         for scheme in model.candidates(cluster, codecs, job.dtype)
     ]
-    ordered = [found[0], *sorted(found[1:], key=lambda prediction: prediction.error)]
+    ordered = [found[0], *sorted(found[1:], key=lambda prediction: -model.bits_of(prediction.scheme.narrowest))]
     known = {**shipped().losses, **(losses or {})}
     ways = {prediction.scheme: _way(prediction, job, cluster, known) for prediction in ordered}
     choice = recommend.choose(list(ways.values()), "predicted")
@@ -163,15 +163,8 @@ def _why(
         return "there is no other rank to send to"
     if plain.exposed_s < GAIN * plain.step_s:
         return f"{alone}: there is next to nothing to gain"
-    if choice.rival is None:
-        return "no other scheme is known to keep the loss"
-    rival = min((one for one in found[1:] if one.step_s == choice.rival.step_s), key=lambda one: one.error)
-    if rival.work_s > plain.wire_s:
-        return (
-            f"the links move the gradients in {units.duration(plain.wire_s)}; {choice.rival.name}, the best that keeps "
-            f"the loss, needs {units.duration(rival.work_s)} for kernels and messages alone"
-        )
-    return f"{choice.rival.name}, the best that keeps the loss, may be no faster"
+    rival = choice.rival
+    return f"{alone}; {rival.name if rival else 'no other scheme'}, the best that keeps the loss, is not clearly faster"
 
 
 def _parts(job: TrainingJob, prediction: Prediction) -> str:

@@ -37,20 +37,17 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.letters = nn.Embedding(letters, width)
-        self.places = None if rotary else nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, rotary=rotary) for _ in range(depth)))
+        self.places = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, letters, bias=False)
         for embedding in (self.letters, self.places):
-            if embedding is not None:
-                nn.init.normal_(embedding.weight, std=0.02)
+            nn.init.normal_(embedding.weight, std=0.02)
         if tied:
             self.head.weight = self.letters.weight
 
     def forward(self, codes: Tensor) -> Tensor:
-        x_BTD = self.letters(codes)
-        if self.places is not None:
-            x_BTD = x_BTD + self.places.weight[: codes.shape[-1]]
+        x_BTD = self.letters(codes) + self.places.weight[: codes.shape[-1]]
         logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
         return logits
 
@@ -58,10 +55,9 @@ class Transformer(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward part, each added to its input."""
 
-    def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.rotary = rotary
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.mixed = nn.Linear(width, 3 * width)
@@ -74,22 +70,15 @@ class TransformerBlock(nn.Module):
         added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
         return x_BTD + added
 
+    def turned(self, x_BHTD: Tensor) -> Tensor:
+        """Queries or keys with their positions; here they have them already."""
+        return x_BHTD
+
     def _attend(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.rotary:
-            q, k = (_rotated(x_BHTD) for x_BHTD in (q, k))
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
         result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
         return result
-
-
-def _rotated(x_BHTD: Tensor) -> Tensor:
-    context, width = x_BHTD.shape[-2:]
-    rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=x_BHTD.device) / width)
-    angles_TE = torch.arange(context, device=x_BHTD.device)[:, None] * rates_E
-    cos_TE, sin_TE = angles_TE.cos().to(x_BHTD.dtype), angles_TE.sin().to(x_BHTD.dtype)
-    a, b = x_BHTD.chunk(2, dim=-1)
-    return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from thinwire.tools.local import link as links
 Call = Callable[[], object]
 CPU = torch.device("cpu")
 NOTHING = "nothing"  # an empty call: it shows what the barriers around a call send
-_STEADY = (6, 24)  # calls in a row, at least and at most; the first third only warms up
-_STEADY_S = 0.3  # of calls in a row, at most
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Sample:
     cpu_ms: list[float] = field(default_factory=list)
     interface_bytes: list[int] = field(default_factory=list)
     transport_bytes: list[int] = field(default_factory=list)  # empty where torch sends by itself
-    host_ms: list[float] = field(default_factory=list, kw_only=True)  # until the call returns
-    steady_ms: list[float] = field(default_factory=list, kw_only=True)  # the same, for calls in a row
+    host_ms: list[float] = field(default_factory=list, kw_only=True)  # until the call returns; a GPU works on
 
 
 Samples = Sequence[Mapping[str, Sample]]  # by rank, then by call
@@ -76,9 +73,6 @@ def take(
             prepare()
             _time(calls.get(name, lambda: None), samples[name], shaped, partial(transport, name), device)
         rounds += 1
-    if device.type == "cuda":
-        for name, call in calls.items():
-            samples[name].steady_ms = _in_a_row(call, samples[name], device)
 
 
 def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None], device: torch.device) -> None:
@@ -96,20 +90,6 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
     sample.interface_bytes.append((links.sent() if shaped else 0) - interface)
     if before is not None:
         sample.transport_bytes.append((transport() or 0) - before)
-
-
-def _in_a_row(call: Call, sample: Sample, device: torch.device) -> list[float]:
-    """Milliseconds until each of several calls returns, none of which waits for the one before."""
-    least, most = _STEADY
-    count = _rank_0_decides(int(1e3 * _STEADY_S / max(median(sample.ms), 1e-3)), device)
-    times = []
-    meet(device)
-    for _ in range(min(most, max(least, count))):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    meet(device)
-    return times[len(times) // 3 :]
 
 
 def meet(device: torch.device) -> None:
@@ -178,7 +158,7 @@ def slowest(samples: Samples, name: str, clock: str = "ms") -> list[float]:
 
 
 def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
-    """A call's times, beside torch's own in fp32 and bf16; on a GPU, what the call costs the host as well."""
+    """A call's times, beside torch's own in fp32 and bf16."""
     times = slowest(samples, name)
     plain_ms, bf16_ms = (median(slowest(samples, other)) for other in (plain, bf16))
     return {
@@ -189,19 +169,9 @@ def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
         "speedup_bf16": bf16_ms / median(times),
         "cpu_ms_per_rank": cpu_ms([part[name] for part in samples]),
         "rounds": len(times),
-        **_on_host(samples, name, plain),
+        "host_ms": median(slowest(samples, name, "host_ms")),
+        "plain_host_ms": median(slowest(samples, plain, "host_ms")),
     }
-
-
-def _on_host(samples: Samples, name: str, plain: str) -> Row:
-    """What a call costs the host, and what torch's own does; without a GPU that is the call's whole time."""
-    if not samples[0][name].steady_ms:
-        return {"host_ms": None}
-    found: Row = {}
-    for prefix, call in (("", name), ("plain_", plain)):
-        found[f"{prefix}host_ms"] = median(slowest(samples, call, "host_ms"))
-        found[f"{prefix}host_steady_ms"] = median(slowest(samples, call, "steady_ms"))
-    return found
 
 
 def cpu_ms(samples: Sequence[Sample]) -> float:

@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from thinwire.codecs import Codec
 from thinwire.errors import AdviceError
 from thinwire.tools.advise import cluster as clusters, measure, model, units, verdict
 from thinwire.tools.advise.cluster import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
@@ -81,7 +81,7 @@ def command(
     committed records (docs/reference/cli.md has the formula). A gain is a range: the error observed against measured
     steps.
 
-    Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
+    Under torchrun the ranks measure their links first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
 
     \b
@@ -90,7 +90,6 @@ def command(
       over X    speedup over bf16, and over no compression
       loss      its change in a committed record, if there is one
       bytes     sent per rank and step; across: of these, to other nodes
-      error     expected, relative, RMS, of the summed gradients, if they were Gaussian
       bucket    DDP's bucket_cap_mb that the prediction is for
 
     \b
@@ -122,7 +121,7 @@ def command(
         own = clusters.recorded(device or Device.cuda)
         cluster, own = _described(world or 1, node, inter, intra, latency, own, cores)
     else:
-        cluster, own = _measured(place, device, per_node, chosen)
+        cluster, own = _measured(place, device, per_node)
         if place.rank:
             return
     adaptive = optimizer is Optimizer.adam
@@ -167,16 +166,15 @@ def _node(ranks: int, per_node: int) -> int:
     return per_node
 
 
-def _measured(
-    place: RankPlace, device: Device | None, per_node: int | None, codecs: Sequence[Codec]
-) -> tuple[Cluster, Machine]:
+def _measured(place: RankPlace, device: Device | None, per_node: int | None) -> tuple[Cluster, Machine]:
     flags.check_device(device)
     on_cpu = device is Device.cpu or not torch.cuda.is_available()
     where = torch.device("cpu") if on_cpu else torch.device("cuda", place.local_rank)
     node = _node(place.world, per_node or place.per_node)
     with screen.plain_errors(), torchrun.job(where):
-        every = list(dict.fromkeys([*codecs, *model.INSIDE]))
-        return measure.links(where, node), measure.kernels(every, where, node)
+        found = measure.links(where, node)
+    own = clusters.recorded(where.type).shared(node, os.cpu_count() or 1)
+    return found, replace(own, byte_s=0.0)  # what bytes cost the processor is in the link's time
 
 
 def memory_of(job: TrainingJob) -> list[float]:
@@ -231,7 +229,6 @@ def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
         "loss",
         "bytes",
         *across,
-        "error",
         "bucket",
     ]
     rows = [
@@ -243,7 +240,6 @@ def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
             _loss(found, prediction),
             units.nbytes(prediction.bytes),
             *(units.nbytes(prediction.bytes_across) for _ in across),
-            f"{prediction.error:.2g}",
             f"{units.mebibytes(prediction.bucket_bytes)} MiB",
         ]
         for prediction in found.ranked

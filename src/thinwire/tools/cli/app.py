@@ -64,7 +64,6 @@ class _Root(screen.Group):
 
 def start() -> None:
     """Run the command line. Where the terminal cannot show a character, a question mark stands for it."""
-    screen.fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

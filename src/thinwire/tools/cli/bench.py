@@ -87,10 +87,9 @@ def collectives_command(
     path. Without --link ranks use loopback; with it each has a network namespace whose link is held to that rate, and
     bytes are counted at its interface.
 
-    On nccl sums are averages, each codec runs in both algorithms, and host ms is the time until a call returns (steady
-    ms: of calls in a row). More ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS, without which ranks
-    take turns of milliseconds. With --hosts NCCL treats equally many ranks each as machines of their own and sends over
-    TCP between them.
+    On nccl sums are averages, each codec runs in both algorithms, and host ms is the time until a call returns. More
+    ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS, without which ranks take turns of milliseconds.
+    With --hosts NCCL treats equally many ranks each as machines of their own and sends over TCP between them.
 
     \b
     Example:

@@ -1,9 +1,7 @@
 """`thinwire demo`: train a small GPT plainly and compressed, and show what that did."""
 
-import os
-import sys
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,10 +19,7 @@ CODECS = (
     f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto, lloyd2@ef21. bf16 is torch's hook."
 )
 STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
-LINK = (
-    "Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root, or a system that "
-    "lets users make network namespaces."
-)
+LINK = "Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root."
 
 
 def command(
@@ -58,21 +53,12 @@ def command(
     shaped = flags.shaped(link)
     flags.writable(json, "--json")
     with screen.plain_errors():
-        if shaped is not None and os.geteuid() != 0:
-            _start_again_as_own_root()
         record, status = screen.measured(partial(training.run, world, named, steps, shaped, quick))
         # Before the tables, whose reader may go away.
         written = screen.write_all({json: partial(write, record, json)} if json else {})
         if record.rows and json != "-":
             show(record, cluster.recorded("cpu"), screen.console())
     raise typer.Exit(status if written else 1)
-
-
-def _start_again_as_own_root() -> NoReturn:
-    """The same command, where this user may shape links."""
-    again = links.as_own_root([sys.executable, "-m", "thinwire", *sys.argv[1:]])
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the network there has no name service
-    os.execvp(again[0], again)
 
 
 def show(record: Record, machine: Machine, console: Console) -> None:

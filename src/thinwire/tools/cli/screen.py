@@ -80,13 +80,6 @@ def _add_what_is_allowed(error: Any) -> None:
         error.message += f" The commands are {', '.join(command.commands)}."
 
 
-def fill_closed_streams() -> None:
-    """A stream that was closed (`>&-`) is None in python: nothing comes from it, and what goes there is lost."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the process ends
-
-
 class _Console(Console):
     """Tells a reader that went away to the root command, which knows the status."""
 
@@ -191,19 +184,9 @@ def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error thinwire raises on purpose, or a lack of memory: its text, and exit status 1."""
+    """An error thinwire raises on purpose: its text, and exit status 1."""
     try:
         yield
     except ThinwireError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
-    except (MemoryError, RuntimeError) as error:
-        # torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text.
-        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if not known and not any(text in str(error) for text in _NO_MEMORY):
-            raise
-        typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-_NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")

@@ -1,7 +1,7 @@
 """Shaped links: hosts on one machine, each a network namespace whose up- and downlink tbf holds to a rate.
 
 A bridge joins them, in a namespace of its own: nothing is added to the machine's own network, and removing the
-namespaces removes everything. What a killed process (SIGKILL) left behind is removed when the next one makes a link.
+namespaces removes everything: `ip netns del NAME` where a process was killed (SIGKILL) before it could.
 """
 
 import contextlib
@@ -25,12 +25,8 @@ MOST_HOSTS = 254  # in 10.77.0.0/24
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
 _NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
-# What follows is run by an ordinary user as root of a user namespace, with a network and a /run of its own.
-_OWN_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c")
-_OWN_RUN = f'mount -t tmpfs tmpfs {_RUNTIME.parent} && ip link set lo up && exec "$@"'
 _STOPS = (signal.SIGTERM, signal.SIGHUP)  # what ends a process that could clean up before
 _numbers = itertools.count()
-_prefixes: set[str] = set()  # of the names of hosts that this process has made
 
 
 class BenchError(ThinwireError, ValueError):
@@ -78,29 +74,11 @@ def check() -> None:
         )
 
 
-def as_own_root(command: Sequence[str]) -> list[str]:
-    """`command`, so run that an ordinary user can shape links in it; LinkError where this system does not allow it.
-
-    Nothing outlives the command: its namespaces go with its last process.
-    """
-    wrapped = [*_OWN_ROOT, _OWN_RUN, "sh"]
-    try:
-        _run(*wrapped, "ip", "netns", "add", "trial")
-    except (LinkError, OSError) as error:
-        raise LinkError(
-            f"--link needs root (run it with sudo), or user namespaces that may hold networks: {error}. "
-            "Without --link the ranks talk over loopback"
-        ) from None
-    return [*wrapped, *command]
-
-
 @contextlib.contextmanager
 def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
     """The names of `count` hosts, 10.77.0.1 and up; removed whatever ends the block, Ctrl-C and SIGTERM too."""
     check()
     prefix = f"tw{os.getpid()}n{next(_numbers)}"
-    _prefixes.add(prefix)
-    _clean_up()
     switch = f"{prefix}sw"
     names = [f"{prefix}r{number}" for number in range(count)]
     with sigterm_as_ctrl_c():
@@ -114,35 +92,6 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
             with blocked(signal.SIGINT, *_STOPS):
                 for name in (*names, switch):
                     _run("ip", "netns", "del", name, check=False)
-
-
-def left(names: Sequence[str]) -> list[str]:
-    """Those of these network namespaces that a process made which has ended since."""
-    found = []
-    for name in names:
-        made = re.fullmatch(r"(tw(\d+)n\d+)(?:r\d+|sw)", name)
-        if made is None or made[1] in _prefixes:
-            continue
-        if int(made[2]) == os.getpid() or not is_running(int(made[2])):  # ours: one before us had the same number
-            found.append(name)
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process; one that has ended has no command line, even if nobody asked how it ended."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return False
-
-
-def _clean_up() -> None:
-    """Remove the namespaces that ended processes have left, and end what still runs in them."""
-    for name in left(os.listdir(_RUNTIME) if _RUNTIME.exists() else []):
-        for pid in _run("ip", "netns", "pids", name, check=False).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        _run("ip", "netns", "del", name, check=False)
 
 
 def enter(host: str) -> None:
