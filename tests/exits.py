@@ -8,6 +8,7 @@ Every job runs to the end of its interpreter: a thread that still runs then abor
 """
 
 import functools
+import gc
 import os
 import sys
 import tempfile
@@ -96,6 +97,7 @@ def main() -> None:
     if start == "torchrun":
         job(int(os.environ["RANK"]), kinds[0], "env://")
         return
+    gc.freeze()  # collections of forked ranks need not look at what was imported
     for kind in kinds:
         for _ in range(int(times)):
             where = f"file://{tempfile.mktemp(prefix='thinwire-exit-')}"

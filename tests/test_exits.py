@@ -24,12 +24,12 @@ def test_jobs_of_one_sum_end(program: Ended) -> None:
     check(program)
 
 
-@pytest.mark.program(EXITS, "fork", "7", *OFTEN[1:])
+@pytest.mark.program(EXITS, "fork", "4", *OFTEN[1:])
 def test_jobs_that_train_end(program: Ended) -> None:
     check(program)
 
 
-@pytest.mark.program(EXITS, "fork", "5", *ENDS)
+@pytest.mark.program(EXITS, "fork", "3", *ENDS)
 def test_jobs_with_something_left_end(program: Ended) -> None:
     check(program)
 
