@@ -92,6 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for key in (PROGRAMS, RANKS):
         if key in session.config.stash:
             session.config.stash[key].close()
+    gc.unfreeze()  # or Triton reports its own functions as leaked when the interpreter ends
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and iss
 # What Python's protocols and a timeout ask for, in any file.
 PROTOCOL = {"AttributeError", "BrokenPipeError", "KeyboardInterrupt", "NotImplementedError", "TimeoutError"}
 # (file, class): a call that fits no signature is a TypeError and nothing else, as in any function.
-SIGNATURES = {("collectives/auto_quantize.py", "TypeError"), ("integrations/options.py", "TypeError")}
+SIGNATURES = {("collectives/auto_quantize.py", "TypeError"), ("integrations/choice/options.py", "TypeError")}
 
 
 def builtins_raised(source: str) -> Iterator[tuple[int, str]]:

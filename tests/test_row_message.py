@@ -163,7 +163,7 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     """
     world = group.size()
     specs = [LaneSpec(numel, codec(name), codec(name), "classic") for numel, name in FED]
-    residuals = [feedback.Memory(world * numel, torch.float32, CPU) for numel, _ in FED]
+    residuals = [feedback.LaneMemory(world * numel, torch.float32, CPU) for numel, _ in FED]
     heard: list[bool] = []
     carries = [feedback.Classic(memory, world, feedback.Gaps(())) for memory in residuals]
     watched = [LaneWatch(carries[0], None, heard.append), LaneWatch(carries[1])]
