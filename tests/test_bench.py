@@ -331,6 +331,7 @@ def test_a_quick_run_of_every_verb(tmp_path: Path) -> None:
 def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     if not shapes_links():
         pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def interrupted(cases: Any) -> Iterator[Any]:
         yield cases[0]
