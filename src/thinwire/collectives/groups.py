@@ -12,6 +12,11 @@ Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 # torch 2.13 warns on the older names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The same verbs of a group itself, without the checks of torch's Python side.
+_GROUP: Any = dist.ProcessGroup
+group_all_gather: Any = getattr(_GROUP, "all_gather_single", None) or _GROUP._allgather_base
+group_reduce_scatter: Any = getattr(_GROUP, "reduce_scatter_single", None) or _GROUP._reduce_scatter_base
+group_all_to_all: Any = getattr(_GROUP, "all_to_all_single", None) or _GROUP.alltoall_base
 
 
 def resolve(group: object) -> dist.ProcessGroup:

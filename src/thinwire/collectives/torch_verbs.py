@@ -17,13 +17,9 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.failures import CallSite
+from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
-_GROUP: Any = dist.ProcessGroup
-# torch 2.13 warns on the older names.
-_all_gather: Any = getattr(_GROUP, "all_gather_single", None) or _GROUP._allgather_base
-_reduce_scatter: Any = getattr(_GROUP, "reduce_scatter_single", None) or _GROUP._reduce_scatter_base
-_all_to_all: Any = getattr(_GROUP, "all_to_all_single", None) or _GROUP.alltoall_base
 _SUMS: dict[str, Any] = {}  # options of sums without a factor, by name
 
 
@@ -85,7 +81,7 @@ def reduce_scatter(
     by_torch = link.has_all_ops and link.world > 1
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = reduction.torch_op if by_torch else SUM
-    work = _start(call, _reduce_scatter, whole, sent, options)
+    work = _start(call, group_reduce_scatter, whole, sent, options)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
 
@@ -94,7 +90,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tens
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    work = _start(call, _all_gather, whole, sent, c10d.AllgatherOptions())
+    work = _start(call, group_all_gather, whole, sent, c10d.AllgatherOptions())
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
 
@@ -126,7 +122,7 @@ def all_to_all(
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     sent = apart(whole, sent)
-    work = _start(call, _all_to_all, whole, sent, *splits, dist.AllToAllOptions())
+    work = _start(call, group_all_to_all, whole, sent, *splits, dist.AllToAllOptions())
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.groups import backend, backend_impl, timeout_s
+from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, timeout_s
 from thinwire.errors import CollectiveError, WireError
 from thinwire.ranges import ranged
 
@@ -374,15 +374,15 @@ class StreamTransport(Transport):
         self._moved(sent.numel() - sent.numel() // self.world)
         if self.world == 2:  # a gather of what the other gets: the same bytes, and faster over TCP than NCCL's pairs
             rows = sent.chunk(2)
-            _finish(_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
+            _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
             came.chunk(2)[self.rank].copy_(rows[self.rank])
             return
-        _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
+        _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
     @ranged("thinwire::wire")
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self._moved(whole.numel() - own.numel())
-        _finish(_all_gather(self.group, whole, own, _GATHER))
+        _finish(group_all_gather(self.group, whole, own, _GATHER))
 
     @ranged("thinwire::wire")
     def broadcast(self, whole: Tensor, source: int) -> None:
@@ -398,7 +398,7 @@ class StreamTransport(Transport):
     def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
         self.sent += sum(sent_R) - sent_R[self.rank]
         self.received += sum(came_R) - came_R[self.rank]
-        _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
+        _finish(group_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
 
     def _moved(self, nbytes: int) -> None:
         self.sent += nbytes
@@ -422,7 +422,7 @@ class StreamTransport(Transport):
             return super().gather(rows, tag)
         self._moved(nbytes * (self.world - 1))
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
-        return [_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())]
+        return [group_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())]
 
     def agree(self, values: Sequence[int]) -> list[int]:
         most = torch.tensor(values, device=self.device)
@@ -437,7 +437,7 @@ class StreamTransport(Transport):
     def share(self, row: bytes) -> list[bytes]:
         own = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
         whole = own.new_empty(self.world * len(row))
-        work = _all_gather(self.group, whole, own, c10d.AllgatherOptions())
+        work = group_all_gather(self.group, whole, own, c10d.AllgatherOptions())
         self._await(work.is_completed)
         work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
@@ -477,9 +477,7 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-# The verbs of a group itself, without the checks of torch's Python side. asyncOp=False: on the current stream.
-_all_to_all: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
-_all_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+# asyncOp=False: on the current stream.
 _TO_ALL: Any = c10d.AllToAllOptions()
 _GATHER: Any = c10d.AllgatherOptions()
 _TO_ALL.asyncOp = False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire import collectives
 from thinwire.codecs import Codec, codec
+from thinwire.collectives import groups
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
@@ -300,13 +301,10 @@ class _RankBench:
         self.calls[name]()
 
 
-# torch 2.13 warns on the older names.
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda out, source: dist.all_reduce(out),
-    "reduce_scatter_tensor": lambda out, source: _scatter(out, source),
-    "all_gather_into_tensor": lambda out, source: _gather(out, source),
+    "reduce_scatter_tensor": lambda out, source: groups.reduce_scatter_single(out, source),
+    "all_gather_into_tensor": lambda out, source: groups.all_gather_single(out, source),
     "all_to_all_single": lambda out, source: dist.all_to_all_single(out, source),
     "broadcast": lambda out, source: dist.broadcast(out, 0),
 }
