@@ -1,19 +1,14 @@
 """What `bench train` trains: models, data and rates. A seed fixes the weights and every rank's batches.
 
 To add a task: write a class with the methods of `Task`, enter one of it in `TASKS` and a small one in `QUICK_TASKS`.
-Nothing is downloaded: the digits come with scikit-learn, the text of `gpt` with CPython. That of `bytes` is the Python
-sources of the standard library, help pages included, and of torch. It depends on the installed versions: `digest` tells
-texts apart.
+Nothing is downloaded: the digits come with scikit-learn, the text of `gpt` with CPython.
 """
 
-import hashlib
 import math
-import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +23,6 @@ from thinwire.tools.local.link import BenchError
 
 RAMP = 0.03
 POINTS = 60  # of a curve
-HELD_OUT = ("asyncio", "email", "logging", "xml", "torch/distributions", "torch/onnx", "torch/optim")
-_ELSEWHERE = {"site-packages", "dist-packages", "__pycache__"}  # what else is installed differs between machines
 
 _RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another, where a task gives them none
 
@@ -192,56 +185,6 @@ class Gpt(Task):
         return Total(math.fsum(self.loss(network, batch, "sum").item() for batch in batches), targets.numel())
 
 
-@dataclass(frozen=True)
-class Bytes(Gpt):
-    """A transformer on bytes; the rate rises for a tenth of the steps, since a large network wants that."""
-
-    ramp: float = field(default=0.1, kw_only=True)
-    judged: int = 1 << 20
-
-    def network(self) -> nn.Module:
-        """Rotary positions and small weights: with learned positions 600 steps end at twice the loss."""
-        network = RotaryTransformer(256, self.context, self.width, self.heads, self.depth)
-        for name, layer in network.named_modules():
-            if isinstance(layer, nn.Linear):
-                adds = name.endswith(("out", "narrow"))  # to what the next blocks see
-                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.depth) if adds else 0.02)
-                if layer.bias is not None:
-                    nn.init.zeros_(layer.bias)
-        return network
-
-    def texts(self) -> tuple[Tensor, Tensor]:
-        return sources()
-
-    def digest(self) -> str:
-        """The same for the same text."""
-        return hashlib.sha256(b"".join(bytes(text.numpy()) for text in self.texts())).hexdigest()[:16]
-
-
-class RotaryTransformer(Transformer):
-    """Queries and keys are rotated by their positions; the input has none."""
-
-    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int) -> None:
-        super().__init__(letters, context, width, heads, depth)
-        del self.places
-        self.blocks = nn.Sequential(*(RotaryBlock(width, heads) for _ in range(depth)))
-
-    def forward(self, codes: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.letters(codes))))
-        return logits
-
-
-class RotaryBlock(TransformerBlock):
-    def turned(self, x_BHTD: Tensor) -> Tensor:
-        """Each pair of numbers rotated by the position's angle."""
-        context, width = x_BHTD.shape[-2:]
-        rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=x_BHTD.device) / width)
-        angles_TE = torch.arange(context, device=x_BHTD.device)[:, None] * rates_E
-        cos_TE, sin_TE = angles_TE.cos().to(x_BHTD.dtype), angles_TE.sin().to(x_BHTD.dtype)
-        a, b = x_BHTD.chunk(2, dim=-1)
-        return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
-
-
 _DIGITS = Digits("digits", 600, 5, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 128, 128, 10))
 _GPT = Gpt("gpt", 600, 3, (("adam", 3e-3), ("sgd", 0.3)), width=96, heads=4, depth=2)
 # 25 million weights: what is on the wire decides the time of a step.
@@ -259,33 +202,14 @@ QUICK_TASKS: dict[str, Task] = {
 }
 
 
-def _bytes(size: str, rate: float, width: int, heads: int, depth: int, context: int = 1024, rows: int = 4) -> Bytes:
-    rates = (("adamw", rate), ("muon", rate))
-    return Bytes(f"bytes-{size}", 600, 2, rates, width, heads, depth, context, rows=rows)
-
-
-SIZES = {
-    "250k": _bytes("250k", 3e-3, 96, 4, 2, context=128, rows=8),
-    "3m": _bytes("3m", 2e-3, 256, 4, 4, context=512, rows=8),
-    "30m": _bytes("30m", 1e-3, 512, 8, 9),
-    "124m": _bytes("124m", 6e-4, 768, 12, 17),
-}
-QUICK_BYTES = replace(
-    SIZES["250k"], name="bytes-quick", steps=6, width=32, heads=2, depth=1, context=64, rows=4, judged=1 << 12
-)
-
-
-def find(name: str, size: str | None = None, *, quick: bool = False, **own: int | None) -> Task:
-    """The task of that name, with steps, seeds and rows of one's own; `size` is that of bytes.
+def find(name: str, *, quick: bool = False, **own: int | None) -> Task:
+    """The task of that name, with steps, seeds and rows of one's own.
 
     BenchError where the name is unknown, ThinwireError where scikit-learn is missing.
     """
-    if name == "bytes":
-        task: Task = QUICK_BYTES if quick else SIZES[size or "30m"]
-    elif name in TASKS:
-        task = (QUICK_TASKS if quick else TASKS)[name]
-    else:
-        raise BenchError(f"unknown task {name!r}; known: {', '.join(TASKS)}, bytes")
+    if name not in TASKS:
+        raise BenchError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+    task = (QUICK_TASKS if quick else TASKS)[name]
     if isinstance(task, Digits):
         data.check_digits(f"task {name!r}", "take --task gpt, which needs nothing")
     changes: dict[str, Any] = {column: value for column, value in own.items() if value is not None}
@@ -299,31 +223,6 @@ def shard(rank: int, world: int, by_label: bool = True) -> Batch:
     whole = torch.sort(labels, stable=True).indices if by_label else torch.arange(len(labels))
     order = _part(whole, rank, world)
     return images[order], labels[order]
-
-
-@lru_cache(maxsize=1)
-def sources() -> tuple[Tensor, Tensor]:
-    """Of `bytes`: to train on, and whole packages that are held out.
-
-    Files are in the order of the hash of their names, so that every rank's part is like the others.
-    """
-    files = sorted(_files(), key=lambda named: hashlib.sha256(named[0].encode()).digest())
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for name, path in files:
-        parts[any(name.startswith(f"{package}/") for package in HELD_OUT)].append(path.read_bytes())
-    train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
-    return train, held_out
-
-
-def _files() -> Iterator[tuple[str, Path]]:
-    """Every source with its name: from the root of the standard library, or from torch's parent."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    package = Path(torch.__file__).parent
-    for root, base in ((stdlib, stdlib), (package, package.parent)):
-        for path in root.rglob("*.py"):
-            name = path.relative_to(base)
-            if path.is_file() and not _ELSEWHERE.intersection(name.parts):
-                yield name.as_posix(), path
 
 
 def _part(whole: Tensor, rank: int, world: int) -> Tensor:

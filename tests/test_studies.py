@@ -1,7 +1,6 @@
-"""The studies of benchmarks/: inputs and formulas, kernels, training, simulated replicas, links with a delay."""
+"""The studies of benchmarks/: inputs and formulas, kernels, training, links with a delay."""
 
 import contextlib
-import json
 import math
 import socket
 import threading
@@ -26,7 +25,6 @@ from benchmarks import (
     data,
     delay,
     kernels as kernels_bench,
-    replicas,
     schemes,
     sharded,
     tasks,
@@ -446,9 +444,6 @@ def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
         (bench.command, ["--every", "10"], "is for --parallel diloco"),
         (bench.command, ["--link", "fast"], "expected a rate such as 100mbit"),
         (bench.command, ["--json", "no/such/folder/x.json"], "cannot be written"),
-        (replicas.command, ["--codecs", "powersgd1"], "simulated replicas have no powersgd1"),
-        (replicas.command, ["--optimizer", "sgd"], "is trained with adamw or muon, got 'sgd'"),
-        (replicas.command, ["--task", "gpt", "--size", "3m"], "goes with --task bytes"),
         (codec_bench.command, ["--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
         (kernels_bench.command, ["--device", "cpu", "--threads", "1,0"], "expected integers from 1 on, got '0'"),
     ],
@@ -457,38 +452,6 @@ def test_bad_flags(command: Any, flags: list[str], complaint: str) -> None:
     result = invoke(command, "--quick", *flags)
     assert result.exit_code == 2, result.output
     assert complaint in " ".join(result.stderr.replace("│", "").split())
-
-
-# --- simulated replicas -----------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = torch.arange(4000, dtype=torch.uint8)
-    monkeypatch.setattr(tasks, "sources", lambda: (text, text))
-    monkeypatch.setattr(tasks, "QUICK_BYTES", replace(tasks.QUICK_BYTES, steps=3))
-    shelf, written = tmp_path / "runs.jsonl", tmp_path / "record.json"
-    flags = ["--quick", "--world", "2", "--codecs", "lloyd2@none,bf16", "--resume", str(shelf), "--json", str(written)]
-    first = invoke(replicas.command, *flags, "--seeds", "1")
-    assert first.exit_code == 0, first.output
-    kept = shelf.read_text().splitlines()
-    assert [json.loads(line)["run"]["scheme"] for line in kept] == ["none", "lloyd2@none", "bf16"]
-    invoke(replicas.command, *flags, "--seeds", "2", "--minutes", "0")
-    assert shelf.read_text().splitlines() == kept  # there was no time for the second seed
-    assert json.loads(written.read_text())["rows"] == []
-    assert invoke(replicas.command, *flags, "--seeds", "1", "--minutes", "0").exit_code == 0
-    plain, lloyd, bf16 = json.loads(written.read_text())["rows"]
-    assert plain["loss_log_ratio"] == 0 != lloyd["loss_log_ratio"]
-    assert bf16["bytes_over_plain"] == 0.5 > lloyd["bytes_over_plain"] > 2 / 32
-    (tmp_path / "x").write_bytes(b"\xff\xfe")
-    result = invoke(replicas.command, *flags[:3], "--resume", str(tmp_path / "x"))
-    shown = " ".join(result.stderr.replace("│", " ").split())  # in a box, whose lines are cut by the length of the path
-    assert (result.exit_code, "does not hold runs" in shown) == (2, True), result.stderr
-
-
-@pytest.mark.parametrize(("size", "weights"), [("250k", 273_024), ("3m", 3_290_624), ("30m", 28_634_624)])
-def test_sizes(size: str, weights: int) -> None:
-    with torch.device("meta"):
-        assert sum(p.numel() for p in tasks.SIZES[size].network().parameters()) == weights
 
 
 # --- links with a delay -----------------------------------------------------------------------------------------------

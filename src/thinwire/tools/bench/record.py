@@ -47,6 +47,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("loss_log_ratio", "noise_floor", "val_gap_nats", "step_ms", "compute_ms"),
         *("speedup_plain", "speedup_bf16", "bytes_per_step"),
     ),
+    "loss": ("size", "optimizer", "arm", "bits", "world", "seeds", "val_loss", "gap_nats", "gap_half", "more_tokens"),
     "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
     "link": ("world", "link", "backend", "nbytes", *TIMES, "gbit_per_s"),
     "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py

@@ -78,6 +78,19 @@ _TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
         ),
         1,
     ),
+    "loss": (
+        "gap: validation loss less fp32's of the same seed, in nats, and half of its 95 % interval; more tokens: what "
+        "fp32 would save for the same loss; null: fp32 with a relative noise of 1e-6",
+        (
+            *_texts("size", "optimizer", "weights", "tokens", "world", "seeds", "arm"),
+            Column("bits", "bits", fixed(2)),
+            Column("val. loss", "val_loss", fixed(4)),
+            Column("gap", "gap_nats", fixed(4, "+")),
+            Column("±", "gap_half", fixed(4)),
+            Column("more tokens", "more_tokens", percent),
+        ),
+        7,
+    ),
     "kernels": (
         "×copy: time over a copy's; share: of the copy's bandwidth; ×eager, ×compile: torch's time over the kernel's",
         (

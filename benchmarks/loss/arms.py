@@ -1,0 +1,132 @@
+"""What happens to gradients on their way from W replicas to one mean. To add an arm: an entry in `PEERS`.
+
+Legend: W replicas, N numbers of a replica's gradients.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks import simulated
+from benchmarks.schemes import CONTROLS
+from thinwire.integrations.choice.options import DDPOptions
+
+FP32 = "fp32"
+NULL = "null"
+NOISE = 1e-6  # of the null arm, relative
+POWERSGD_START = 10  # steps in fp32 before PowerSGD begins
+
+
+class Arm(Protocol):
+    """Makes one mean of W gradients."""
+
+    @property
+    def bits(self) -> float:
+        """On the wire, per element and phase."""
+
+    def average(self, rows_WN: Tensor, step: int) -> None:
+        """The first row = what every replica gets; the other rows are used up."""
+
+
+class Mean:
+    """As torch's own all-reduce; `noise` is a relative error, `bf16` as torch's bf16 hook."""
+
+    def __init__(self, bits: float, noise: float = 0.0) -> None:
+        self.bits: float = bits
+        self._noise = noise
+
+    def average(self, rows_WN: Tensor, step: int) -> None:
+        """See Arm."""
+        rows_WN[0] = simulated.mean_of(rows_WN, bf16=self.bits == 16)
+        if self._noise:
+            rows_WN[0] *= 1 + self._noise * torch.randn_like(rows_WN[0])
+
+
+class PowerSGD:
+    """torch's PowerSGD hook with warm start and error feedback, for W replicas in one process."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rank: int, world: int) -> None:
+        self._rank = rank
+        self._shapes = [p.shape for p in parameters]
+        device = parameters[0].device
+        generator = torch.Generator().manual_seed(0)
+        self._q = [
+            torch.randn(s[1], rank, generator=generator).to(device) if len(s) == 2 else None for s in self._shapes
+        ]
+        numel = sum(s.numel() for s in self._shapes)
+        self._errors_WN = torch.zeros(world, numel, device=device)
+        sent = sum(rank * sum(s) if len(s) == 2 else s.numel() for s in self._shapes)
+        self.bits = 32 * sent / numel
+
+    def average(self, rows_WN: Tensor, step: int) -> None:
+        """See Arm."""
+        if step < POWERSGD_START:
+            rows_WN[0] = rows_WN.mean(0)
+            return
+        rows_WN += self._errors_WN
+        at = 0
+        for place, (shape, q) in enumerate(zip(self._shapes, self._q, strict=True)):
+            span = slice(at, at + shape.numel())
+            at += shape.numel()
+            if q is None:
+                rows_WN[0, span] = rows_WN[:, span].mean(0)
+                self._errors_WN[:, span] = 0
+                continue
+            matrices = rows_WN[:, span].view(-1, *shape)
+            p = torch.linalg.qr((matrices @ q).mean(0)).Q
+            q = self._q[place] = (matrices.mT @ p).mean(0)
+            sent = p @ q.T
+            torch.sub(matrices, sent, out=self._errors_WN[:, span].view(-1, *shape))
+            rows_WN[0, span] = sent.view(-1)
+
+
+class Compressed:
+    """As `compress_ddp` averages with this codec, on the kernels that it uses."""
+
+    def __init__(self, averager: simulated.ReplicaAverager) -> None:
+        self._averager = averager
+
+    def average(self, rows_WN: Tensor, step: int) -> None:
+        """See Arm."""
+        self._averager.average(rows_WN, step)
+
+    @property
+    def bits(self) -> float:
+        """On the wire, headers and scales included."""
+        world = self._averager.world
+        numel = sum(size.numel for size in self._averager.sizes.values())
+        return 8 * self._averager.bytes_per_step * world / (2 * (world - 1)) / numel
+
+
+PEERS = {
+    FP32: functools.partial(Mean, 32.0),
+    NULL: functools.partial(Mean, 32.0, NOISE),
+    "bf16": functools.partial(Mean, 16.0),
+}
+
+
+def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> tuple[Arm, simulated.ReplicaAverager]:
+    """The arm of that name, and what lays out gradients; any codec string of `compress_ddp` is a name.
+
+    A control ("int2", "sign") compresses every parameter, with no feedback and no units.
+    """
+    control = name in CONTROLS
+    named = name in PEERS or name.startswith("powersgd")
+    options = DDPOptions(
+        "none" if named else CONTROLS.get(name, name),
+        feedback="none" if control else "auto",
+        exempt="none" if control else "auto",
+        weigh="none" if control else "auto",
+        optimizer=optimizer,
+        measure_every=0,
+    )
+    averager = simulated.ReplicaAverager(network, options, world)
+    if name in PEERS:
+        return PEERS[name](), averager
+    if named:
+        return PowerSGD(averager.parameters, int(name.removeprefix("powersgd")), world), averager
+    return Compressed(averager), averager

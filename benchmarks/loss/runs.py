@@ -1,0 +1,219 @@
+"""Trains one network per run, and keeps finished runs in a file, one JSON line each.
+
+    python -m benchmarks.loss.runs --size 25m --seeds 1,2 --arms fp32,null,lloyd4 --out runs.jsonl --minutes 20
+
+A run is a size, an optimizer, an arm and a seed. The replicas share one network: gradients are taken one replica after
+the other, and one optimizer takes the step. On a GPU the network computes in bf16, and a gradient is one CUDA graph.
+A command that is called again trains what the file lacks.
+"""
+
+import argparse
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import clock, schemes
+from benchmarks.loss import arms, task
+from thinwire.tools.bench import record
+
+CLIP = 1.0
+DECAY = 0.1
+BETAS = (0.9, 0.95)
+POINTS = 50  # of a curve
+ARMS = "fp32,null,bf16,int8,int4,lloyd4,trellis3,lloyd3,trellis2,lloyd2,auto:2.5,lloyd1,powersgd4,int2,sign"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides a result, besides the code and the text."""
+
+    size: str
+    optimizer: str
+    arm: str
+    seed: int
+    steps: int  # 0: the size's own
+    world: int = task.WORLD
+
+    @property
+    def recipe(self) -> task.Size:
+        """The size, with this run's steps."""
+        size = task.SIZES[self.size]
+        return replace(size, steps=self.steps) if self.steps else size
+
+
+def optimizer_of(kind: str, network: nn.Module) -> Any:
+    """AdamW that decays matrices alone, or Muon for the matrices of blocks and AdamW for the rest."""
+    matrices = [p for p in network.parameters() if p.dim() == 2]
+    others = [p for p in network.parameters() if p.dim() != 2]
+    if kind == "muon":
+        return schemes.MuonAndAdamW(network.parameters(), lr=0.0)
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=matrices[0].is_cuda)
+
+
+class Trainer:
+    """One network, and the gradients of W replicas."""
+
+    def __init__(self, run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> None:
+        self.run, self.text, self.device = run, text, device
+        self.size = run.recipe
+        self.network = task.network_of(self.size, run.seed).to(device)
+        if compiled:
+            for block in self.network.blocks:
+                block.compile()
+        self.optimizer = optimizer_of(run.optimizer, self.network)
+        self.arm, self._layout = arms.arm_of(run.arm, self.network, self.optimizer, run.world)
+        self._rows_WN = self._layout.new_rows()
+        self._starts = task.starts_of(text, self.size, run.seed, run.world).to(device)
+        self._start_B = self._starts[0, 0].clone()
+        self._row_N = torch.empty(self._rows_WN.shape[1], device=device)
+        self._views = self._layout.views(self._row_N)
+        self._loss = torch.zeros((), device=device)
+        self.losses = torch.zeros(self.size.steps, device=device)
+        self._differentiate = clock.captured(self._compute) if device.type == "cuda" else self._compute
+
+    def _compute(self) -> None:
+        with task.autocast(self.device):
+            loss = self.network(task.windows(self.text.train, self._start_B, self.size.context))
+        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._layout.parameters)
+        torch._foreach_copy_(self._views, list(gradients))
+        self._loss.copy_(loss.detach())
+
+    def step(self, step: int) -> None:
+        """Gradients of all replicas, their mean by way of the arm, one step of the optimizer."""
+        for rank, row in enumerate(self._rows_WN):
+            self._start_B.copy_(self._starts[step, rank])
+            self._differentiate()
+            row.copy_(self._row_N)
+            self.losses[step] += self._loss / self.run.world
+        self.arm.average(self._rows_WN, step)
+        for parameter, gradient in zip(self._layout.parameters, self._layout.views(self._rows_WN[0]), strict=True):
+            parameter.grad = gradient
+        torch.nn.utils.clip_grad_norm_(self._layout.parameters, CLIP, foreach=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = task.rate_of(self.size, step)
+        self.optimizer.step()
+
+
+def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> dict[str, Any]:
+    """A finished run, as it is kept."""
+    began = time.monotonic()
+    torch.manual_seed(run.seed)  # of the null arm's noise
+    trainer = Trainer(run, text, device, compiled=compiled)
+    _settle(device)
+    stepped = time.monotonic()
+    for step in range(trainer.size.steps):
+        trainer.step(step)
+        if step % 100 == 0 and not math.isfinite(float(trainer.losses[step])):
+            break
+    _settle(device)
+    step_ms = 1e3 * (time.monotonic() - stepped) / trainer.size.steps
+    found = {
+        **vars(run),
+        "steps": trainer.size.steps,
+        "val_loss": task.judge(trainer.network, text, trainer.size),
+        "bits": trainer.arm.bits,
+        "weights": sum(p.numel() for p in trainer.network.parameters()),
+        "tokens": trainer.size.steps * run.world * trainer.size.rows * trainer.size.context,
+        "curve": _curve(trainer.losses.tolist()),
+        "step_ms": round(step_ms, 2),
+        "seconds": round(time.monotonic() - began, 1),
+        "text": text.digest,
+    }
+    del trainer
+    gc.collect()  # a graph and its memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _curve(losses: Sequence[float]) -> list[list[float]]:
+    each = -(-len(losses) // POINTS)
+    parts = [losses[at : at + each] for at in range(0, len(losses), each)]
+    return [[min((i + 1) * each, len(losses)), round(math.fsum(part) / len(part), 5)] for i, part in enumerate(parts)]
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def key_of(found: dict[str, Any], text: str) -> tuple[object, ...]:
+    """Two results with the same key are the same run."""
+    names = ("size", "optimizer", "arm", "seed", "steps", "world")
+    return *(found[name] for name in names), text
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Finished runs."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def queue(runs: Sequence[Run], path: Path, text: task.Text, minutes: float) -> Iterator[Run]:
+    """The runs that the file lacks, as long as one more would end in time, were it as long as the last."""
+    began = last = time.monotonic()
+    taken = 0.0
+    for run in runs:
+        done = {key_of(one, one["text"]) for one in read(path)}
+        if key_of({**vars(run), "steps": run.recipe.steps}, text.digest) in done:
+            continue
+        if last - began + taken > 60 * minutes:
+            return
+        yield run
+        taken, last = time.monotonic() - last, time.monotonic()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=task.SIZES, default="25m")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--arms", default=ARMS, help="; separates codecs that have commas")
+    parser.add_argument("--seeds", default="1,2,3,4,5")
+    parser.add_argument("--steps", type=int, default=0, help="default: the size's own")
+    parser.add_argument("--world", type=int, default=task.WORLD, help="replicas")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="finished runs, one JSON line each")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network's blocks")
+    parser.add_argument("--text", type=int, metavar="BYTES", help="use a part of the text")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train what the file lacks."""
+    options = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    found = task.sources(options.text)
+    text = replace(found, train=found.train.to(device), held_out=found.held_out.to(device))
+    names = options.arms.split(";" if ";" in options.arms else ",")
+    runs = [
+        Run(options.size, options.optimizer, name, int(seed), options.steps, options.world)
+        for seed in options.seeds.split(",")
+        for name in names
+    ]
+    made = {name: value for name, value in record.conditions(device).items() if name in ("commit", "torch", "device")}
+    for run in queue(runs, options.out, text, options.minutes):
+        result = {
+            **train(run, text, device, compiled=options.compile),
+            **{n: made[n] for n in ("commit", "torch", "device")},
+        }
+        with options.out.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{run}: {result['val_loss']:.5f} nats, {result['step_ms']:.1f} ms per step", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Compares losses of runs by pairs: the same seed, with and without compression.
+
+Runs of one seed share weights and batches, so the difference of a pair is far less noisy than a loss. An interval is
+Student's t over the differences of several seeds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MARGIN = 0.003  # nats: differences inside it count as none
+# Student's t that 95 % of draws stay inside of, both signs, for 1, 2, ... degrees of freedom; then the normal's.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_NORMAL95 = 1.960
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean difference of pairs, in nats, and half of its 95 % interval; None with fewer than two pairs."""
+
+    mean: float
+    half: float | None
+    pairs: int
+
+    @property
+    def none_seen(self) -> bool:
+        """Whether the whole interval lies inside the margin."""
+        return self.half is not None and abs(self.mean) + self.half <= MARGIN
+
+    @property
+    def worse(self) -> bool:
+        """Whether the whole interval lies above zero."""
+        return self.half is not None and self.mean - self.half > 0
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} nats" if self.half is None else f"{self.mean:+.4f} ± {self.half:.4f} nats"
+
+
+def t95(freedom: int) -> float:
+    """Student's t for a 95 % interval; between the table's end and the normal it falls as 1 / freedom."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    return _NORMAL95 + (_T95[-1] - _NORMAL95) * len(_T95) / freedom
+
+
+def difference(losses: Mapping[int, float], plain: Mapping[int, float]) -> Difference:
+    """Of the seeds that both have; raises ValueError if there are none."""
+    found = [losses[seed] - plain[seed] for seed in sorted(losses.keys() & plain.keys())]
+    if not found:
+        raise ValueError("no seed was trained both ways")
+    mean = math.fsum(found) / len(found)
+    if len(found) < 2:
+        return Difference(mean, None, 1)
+    variance = math.fsum((one - mean) ** 2 for one in found) / (len(found) - 1)
+    return Difference(mean, t95(len(found) - 1) * math.sqrt(variance / len(found)), len(found))
+
+
+def slope(curve: Sequence[Sequence[float]]) -> float:
+    """Nats per doubling of tokens (negative where it learns), fitted over the last half of [[step, loss], ...]."""
+    last = curve[len(curve) // 2 :]
+    xs = [math.log2(step) for step, _ in last]
+    ys = [loss for _, loss in last]
+    x0, y0 = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
+    spread = math.fsum((x - x0) ** 2 for x in xs)
+    return math.fsum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
+
+
+def more_tokens(nats: float, per_doubling: float) -> float | None:
+    """The share of tokens that plain training needs in addition to undo a difference; None where it learns nothing."""
+    return 2.0 ** (nats / -per_doubling) - 1 if per_doubling < 0 else None
+
+
+def verdict(name: str, found: Difference, per_doubling: float | None = None) -> str:
+    """One sentence about one arm."""
+    most = None
+    if per_doubling is not None and found.half is not None:
+        most = more_tokens(max(0.0, found.mean + found.half), per_doubling)
+    cost = "" if most is None else f"; {100 * most:.1f} % more tokens at most"
+    if found.half is None:
+        return f"{name}: {found} from one pair of runs: add seeds for an interval"
+    if found.none_seen:
+        return f"{name}: {found}, no difference seen{cost}"
+    if found.worse:
+        return f"{name}: {found}, a loss{cost}"
+    if found.mean + found.half < 0:
+        return f"{name}: {found}, better than without compression"
+    return f"{name}: {found}, undecided: add seeds or train longer{cost}"

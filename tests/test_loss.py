@@ -1,0 +1,173 @@
+"""The loss study: replicas that read what ranks read, runs that resume, pairs and their verdicts."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import simulated
+from benchmarks.loss import arms, curve, runs, task
+from ranks import RankPool
+from replicas import Group, draw
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.models import ParameterNames
+from thinwire.integrations.sync import GradientSync, gradients_in
+from thinwire.tools import pairs
+
+SHAPES = {"a": (40, 50), "c": (33, 61), "e": (64, 32), "b": (70,), "d": (9,)}  # what travels in 16 bits comes last
+STEPS = 3
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def averaged_by_ranks(group: Group, options: DDPOptions) -> list[Tensor]:
+    """What a rank of DDP reads at every step."""
+    names = ParameterNames()
+    names.take(Weights())
+    sync = GradientSync(options, Chooser(options, names))
+    found = []
+    for step in range(STEPS):
+        row = torch.cat([part.view(-1) for part in draw(group.rank(), step, SHAPES)])
+        sync.begin_step(group, step, row.device)
+        sync.average(gradients_in(row, tuple(SHAPES), [torch.Size(s) for s in SHAPES.values()]), row).wait()
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback"),
+    [("lloyd2", "ef21"), ("lloyd2", "classic"), ("lloyd4", "none"), ("int8", "none"), ("trellis2", "none")],
+)
+def test_replicas_read_the_bits_that_ranks_read(ranks: RankPool, codec: str, feedback: Any) -> None:
+    options = DDPOptions(codec, feedback=feedback, optimizer="adaptive", measure_every=0)
+    expected = ranks(3).run(averaged_by_ranks, options)[0]
+    averager = simulated.ReplicaAverager(Weights(), options, 3)
+    rows_WN = averager.new_rows()
+    for step in range(STEPS):
+        for rank, row in enumerate(rows_WN):
+            torch.cat([part.view(-1) for part in draw(rank, step, SHAPES)], out=row)
+        averager.average(rows_WN, step)
+        assert torch.equal(rows_WN[0], expected[step])
+    assert averager.feedback == feedback
+
+
+def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = torch.arange(4000).mul(7).bitwise_and(127).to(torch.uint8)
+    monkeypatch.setattr(task, "sources", lambda most: task.Text(text, text, "digest"))
+    out = tmp_path / "runs.jsonl"
+    flags = ["--size", "tiny", "--steps", "3", "--world", "2", "--out", str(out)]
+
+    def train(names: str, *more: str) -> list[tuple[str, int]]:
+        monkeypatch.setattr(sys, "argv", ["runs", *flags, "--arms", names, *more])
+        runs.main()
+        return [(one["arm"], one["seed"]) for one in runs.read(out)]
+
+    first = [("fp32", 1), ("int8", 1)]
+    assert train("fp32,int8", "--seeds", "1") == first
+    assert train("fp32,int8", "--seeds", "1,2", "--minutes", "-1") == first  # there was no time
+    assert train("fp32,int8,powersgd1,int2", "--seeds", "1") == [*first, ("powersgd1", 1), ("int2", 1)]
+    by = {one["arm"]: one for one in runs.read(out)}
+    assert (
+        0 < abs(by["int8"]["val_loss"] - by["fp32"]["val_loss"]) < abs(by["int2"]["val_loss"] - by["fp32"]["val_loss"])
+    )
+    assert by["fp32"]["tokens"] == 3 * 2 * 2 * 64
+    assert 8 < by["int8"]["bits"] < 9
+    record = curve.recorded(list(by.values()))
+    assert {row["arm"]: row["gap_nats"] == 0 for row in record.rows} == {
+        "fp32": True, "int8": False, "powersgd1": True, "int2": False}  # fmt: skip
+
+
+def test_powersgd_sends_a_matrix_of_its_rank_exactly() -> None:
+    generator = torch.Generator().manual_seed(0)
+    network = nn.Linear(20, 30)
+    left, right = (torch.randn(n, 2, generator=generator) for n in (30, 20))
+    powersgd = arms.PowerSGD(list(network.parameters()), 2, 3)
+    rows = torch.stack([torch.cat([(c * left @ right.T).view(-1), torch.full((30,), c)]) for c in (1.0, 2.0, 6.0)])
+    for step in (arms.POWERSGD_START, arms.POWERSGD_START + 1):
+        got = rows.clone()
+        powersgd.average(got, step)
+    assert torch.allclose(got[0], rows.mean(0), atol=1e-4)  # errors of the first step were paid in the second
+    assert powersgd.bits == 32 * (2 * 50 + 30) / 630
+
+
+def test_the_rate_rises_and_ends_near_zero() -> None:
+    size = task.SIZES["25m"]
+    rates = [task.rate_of(size, step) for step in range(size.steps)]
+    assert max(rates) == rates[49] == size.rate
+    assert rates[0] == size.rate / 50
+    assert 0 < rates[-1] < size.rate / 500
+
+
+@pytest.mark.parametrize(("size", "weights"), [("3m", 3.28e6), ("25m", 25.4e6), ("126m", 126.4e6)])
+def test_sizes(size: str, weights: float) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in task.GPT(task.SIZES[size]).parameters()) == pytest.approx(weights, rel=2e-3)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_is_students() -> None:
+    plain = {1: 1.0, 2: 1.1, 3: 1.2}
+    found = pairs.difference({1: 1.01, 2: 1.12, 3: 1.23, 4: 9.9}, plain)
+    assert found.mean == pytest.approx(0.02)
+    assert found.half == pytest.approx(4.303 * 0.01 / math.sqrt(3))  # standard deviation 0.01, two degrees of freedom
+    assert (found.pairs, found.worse, found.none_seen) == (3, False, False)
+    assert pairs.difference({1: 1.5}, plain).half is None
+    with pytest.raises(ValueError, match="no seed"):
+        pairs.difference({7: 1.0}, plain)
+    assert pairs.t95(15) == 2.131
+    assert pairs.t95(30) == pytest.approx(2.042, abs=0.01)
+    assert pairs.t95(10_000) == pytest.approx(1.96, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        ((0.0004, 0.0006, 0.0005), "no difference seen"),
+        ((0.1, 0.11, 0.12), "a loss"),
+        ((-0.1, -0.11, -0.12), "better than"),
+        ((-0.1, 0.1, 0.0), "undecided"),
+        ((0.1,), "one pair"),
+    ],
+)
+def test_verdicts(gaps: tuple[float, ...], said: str) -> None:
+    plain = {seed: 2.0 + seed for seed in range(len(gaps))}
+    found = pairs.difference({seed: plain[seed] + gap for seed, gap in enumerate(gaps)}, plain)
+    assert said in pairs.verdict("lloyd4", found, -0.1)
+
+
+def test_tokens_come_from_the_plain_curve() -> None:
+    falling = [[step, 3.0 - 0.2 * math.log2(step)] for step in range(1, 101)]
+    assert pairs.slope(falling) == pytest.approx(-0.2)
+    assert pairs.more_tokens(0.2, -0.2) == pytest.approx(1.0)  # one doubling
+    assert pairs.more_tokens(0.2, 0.0) is None
+
+
+def test_the_curve_pairs_seeds_and_takes_tokens_from_shorter_runs(tmp_path: Path) -> None:
+    def one(arm: str, seed: int, loss: float, steps: int = 1000) -> dict[str, Any]:
+        shared = {"size": "25m", "optimizer": "adamw", "world": 8, "text": "t", "bits": 4.1, "weights": 1, "tokens": 1}
+        return {**shared, "arm": arm, "seed": seed, "val_loss": loss, "steps": steps, "step_ms": 1.0,
+                "device": "d", "torch": "t", "commit": "c"}  # fmt: skip
+
+    found = [one("fp32", seed, 0.7 + seed) for seed in (1, 2)]
+    found += [one("lloyd4", seed, 0.7 + seed + gap) for seed, gap in ((1, 0.01), (2, 0.03), (3, 5.0))]
+    found += [one("fp32", 1, 1.7 + 0.02, steps=500), {**one("fp32", 1, 9.0), "text": "another"}]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(run) + "\n" for run in found))
+    rows = {row["arm"]: row for row in curve.rows_of(curve.groups(runs.read(path))[0])}
+    assert rows["lloyd4"]["gap_nats"] == pytest.approx(0.02)
+    assert rows["lloyd4"]["seeds"] == 2
+    assert rows["lloyd4"]["more_tokens"] == pytest.approx(1.0)  # 0.02 nats are one doubling
+    assert len(curve.recorded(found).rows) == 3
