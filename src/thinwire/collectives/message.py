@@ -7,7 +7,7 @@ what they have for each rank; a gather gives every rank what all have. A row is 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
 from thinwire.collectives.hierarchical import check_order, fewest_roundings
-from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch
+from thinwire.collectives.lane import Lane, LaneSpec, Watch
 from thinwire.collectives.plan import CallPlan, rows_plan, sum_plan, with_scratch
 from thinwire.collectives.work import Work
+from thinwire.feedback import Carry, Fine
 from thinwire.kernels.rows import Bad
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
@@ -44,15 +45,6 @@ class LaneWatch:
     carry: Carry | None = None
     watch: Watch | None = None
     checked: Callable[[Fine], None] | None = None
-
-
-class RowCarries(Protocol):
-    """What a call needs of thinwire.RowFeedback."""
-
-    kind: str
-
-    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
-        """The feedback of rows of `numel` elements in all, `part` each, whose sum is multiplied by `scale`."""
 
 
 class _LaneMessage:

@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,18 +17,7 @@ from thinwire.collectives.lane import Lane
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, sized
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
-
-
-class RowCopies(Protocol):
-    """What thinwire.RowCopy is to a call."""
-
-    tensor: Tensor | None
-
-    def begin(self, gathered: Tensor) -> None:
-        """Remember what was gathered exactly."""
-
-    def add_to(self, gathered: Tensor) -> None:
-        """Make weights of differences, and remember them."""
+from thinwire.feedback import RowCopy
 
 
 def all_gather_into_tensor(
@@ -41,7 +29,7 @@ def all_gather_into_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
-    feedback: RowCopies | None = None,
+    feedback: RowCopy | None = None,
 ) -> Work | None:
     """output_tensor = the input_tensors of all ranks in rank order. All ranks decode them to the same bits.
 
@@ -101,7 +89,7 @@ def _gather_differences(
     codec: str | Codec,
     algorithm: VerbAlgorithm,
     step: int | None,
-    feedback: RowCopies,
+    feedback: RowCopy,
 ) -> None:
     if async_op:
         raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")

@@ -15,10 +15,11 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, all_true, known_step
+from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, known_step
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.feedback import Fine
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
 

@@ -15,11 +15,12 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.message import LaneWatch, RowCarries, ScatterMessage
+from thinwire.collectives.message import LaneWatch, ScatterMessage
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
 from thinwire.collectives.programs import Coalesced
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
+from thinwire.feedback import RowFeedback
 
 
 def all_reduce(
@@ -127,7 +128,7 @@ def reduce_scatter_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
-    feedback: RowCarries | None = None,
+    feedback: RowFeedback | None = None,
 ) -> Work | None:
     """output = this rank's part of the sum of `input` over ranks: one message in `codec`, one rounding.
 
@@ -188,7 +189,7 @@ def _scatter_fed_back(
     codec: str | Codec,
     algorithm: str,
     step: int | None,
-    feedback: RowCarries,
+    feedback: RowFeedback,
 ) -> None:
     if async_op or algorithm == "plain":
         raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
