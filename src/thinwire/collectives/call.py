@@ -20,7 +20,7 @@ from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
-from thinwire.collectives.programs import Copying, Program
+from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import lost_in
 from thinwire.collectives.work import Work
 from thinwire.errors import ThinwireError
@@ -76,7 +76,7 @@ class Call:
         `outputs` are the caller's own, of which they are parts or other views.
         """
         number = self.channel.next_step() if step is None else check_step(step)
-        run = program if all(map(Tensor.is_contiguous, tensors)) else Copying(program, written)
+        run = program if all(map(Tensor.is_contiguous, tensors)) else functools.partial(copying, program, written, ())
         first = not self.site.known
         return self.channel.start(run, tensors, outputs, number, text=self.site.text, async_op=async_op, first=first)
 

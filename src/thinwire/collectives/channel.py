@@ -1,6 +1,7 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
+import functools
 import math
 import os
 import threading
@@ -22,7 +23,7 @@ from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.pipeline import Line, Operation, Queued, ScratchRing, refuse, serve
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.programs import Program, Staged
+from thinwire.collectives.programs import Program, staged
 from thinwire.collectives.transport import LostRankError, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
 from thinwire.collectives.workspaces import Workspace, Workspaces
@@ -92,7 +93,7 @@ class Channel:
         """Run the operation of a call: in the line of the group or, on a GPU's stream, as a program."""
         if self.workspaces is not None:
             how: Any = {"text": site.text, "async_op": async_op, "ordered": True}
-            return self.start(Staged(operation), operation.memory(), operation.outputs, 0, **how)
+            return self.start(functools.partial(staged, operation), operation.memory(), operation.outputs, 0, **how)
         work = Work(operation.outputs, self._line)
         entry = Queued(operation, work, tuple(link.group for link in self.transports), site)
         if self.device.type == "cuda":
@@ -126,17 +127,17 @@ class Channel:
         """
         assert self.workspaces is not None
         if first and self.stream is not None:
-            self.compile(lambda space: program.run(space, tensors, step))
+            self.compile(lambda space: program(space, tensors, step))
         space = self.workspaces.next(ordered) if async_op else None
         lost = None
         with self.lock:
             try:
                 if space is None:
-                    program.run(self.workspaces.here, tensors, step)
+                    program(self.workspaces.here, tensors, step)
                     self.settle(text)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
-                        program.run(space, tensors, step)
+                        program(space, tensors, step)
                         work = StreamWork(list(outputs), stream)
                         self.settle(text)
             except BaseException as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives import operations, programs
+from thinwire.collectives import operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
@@ -232,7 +232,7 @@ class ScatterMessage(_RowMessage):
         call = Call(self.channel, self.text)
         plan = self._plan
         if plan.program is not None and watched is None:
-            program: Any = plan.program if note is None else programs.Noting(self.program, note)
+            program: Any = plan.program if note is None else functools.partial(self.program, bad=note)
             self._start(call, program, outputs, inputs, step)
             return
         parts = zip(inputs, plan.cuts, plan.lanes, watched or [LaneWatch()] * len(inputs), strict=True)

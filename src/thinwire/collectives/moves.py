@@ -235,7 +235,7 @@ def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
     key = plan.text, numel
     if key not in channel.known:
         lane = plan.lanes[0]._replace(numel=numel)
-        channel.remember(key, replace(plan, lanes=[lane], program=programs.ExchangeProgram(channel.transport, lane)))
+        channel.remember(key, replace(plan, lanes=[lane], program=programs.exchange_program(channel.transport, lane)))
     return channel.known[key]
 
 
@@ -336,7 +336,7 @@ def _run(
 ) -> Work | None:
     if plan.program is not None:
         tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
-        program = programs.Copying(plan.program, 0, copies) if copies else plan.program
+        program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
         return call.start(program, tensors, results, step, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]

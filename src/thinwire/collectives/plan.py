@@ -3,6 +3,7 @@
 All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorithm, world and measured times.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -161,8 +162,8 @@ def rows_plan(
     if not isinstance(link, RowTransport) or total or not all(map(_has_rows, lanes, cuts)):
         return plan
     if verb == "reduce_scatter":
-        return replace(plan, program=programs.ScatterProgram(link, lanes, scale))
-    return replace(plan, program=programs.GatherProgram(link, lanes))
+        return replace(plan, program=programs.scatter_program(link, lanes, scale))
+    return replace(plan, program=programs.gather_program(link, lanes))
 
 
 def _rows_cut(lane: LaneSpec, wire: int, link: Transport, shards: int = 1) -> Cut:
@@ -187,7 +188,7 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)
     program = None
     if isinstance(link, RowTransport) and _has_rows(lane, cut):
-        program = programs.BroadcastProgram(link, lane, source)
+        program = programs.broadcast_program(link, lane, source)
     return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
 
 
@@ -259,9 +260,9 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
     """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
     cut = Cut(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
-    program = None
+    program: Program | None = None
     if isinstance(link, RowTransport) and programs.fits(lane.codec, lane.dtype):
-        program = programs.UnevenExchange(link, lane.codec)
+        program = functools.partial(programs.exchange_uneven, link, lane.codec)
     return CallPlan(text, [lane], [cut], program=program)
 
 

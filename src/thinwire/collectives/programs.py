@@ -10,9 +10,10 @@ The bytes are those that the operations of operations.py make of the same shards
 Legend: W ranks, `stride` bytes from one row to the next.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +35,9 @@ MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has o
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Program(Protocol):
-    """A series of launches on the tensors of one call."""
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """Start them on the current stream, which owns the scratch of `space`; in a silent one send nothing."""
+# Starts a series of launches on the tensors of a call, at a step: on the current stream, which owns the scratch of the
+# workspace. In a silent workspace it sends nothing.
+Program = Callable[[Workspace, Sequence[Tensor], int], None]
 
 
 def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
@@ -61,57 +60,46 @@ def _job(codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride
     return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
 
 
-@dataclass(frozen=True)
-class Copying:
+def copying(
+    program: Program,
+    written: int,
+    copies: Sequence[tuple[Tensor, Tensor]],
+    space: Workspace,
+    tensors: Sequence[Tensor],
+    step: int,
+) -> None:
     """A program on copies of tensors that do not lie in one piece; the first `written` go back.
 
     Then tensor = numbers for the (tensor, numbers) of `copies`.
     """
-
-    program: Program
-    written: int
-    copies: Sequence[tuple[Tensor, Tensor]] = ()
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        pieces = [tensor.contiguous() for tensor in tensors]
-        self.program.run(space, pieces, step)
-        for tensor, piece in zip(tensors[: self.written], pieces, strict=False):
-            if piece is not tensor:
-                tensor.copy_(piece)
-        for tensor, numbers in self.copies:
-            tensor.detach().copy_(numbers.view(tensor.shape))
+    pieces = [tensor.contiguous() for tensor in tensors]
+    program(space, pieces, step)
+    for tensor, piece in zip(tensors[:written], pieces, strict=False):
+        if piece is not tensor:
+            tensor.copy_(piece)
+    for tensor, numbers in copies:
+        tensor.detach().copy_(numbers.view(tensor.shape))
 
 
-@dataclass(frozen=True)
-class Coalesced:
-    """Runs a program of one tensor on several: they are copied into one row, and back."""
-
-    program: Program
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        row = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.program.run(space, [row], step)
-        parts = row.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """A program of one tensor on several: they are copied into one row, and back."""
+    row = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    program(space, [row], step)
+    parts = row.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
-@dataclass(frozen=True)
-class Staged:
-    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream."""
+def staged(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream.
 
-    operation: Operation
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program. Waiting for a message makes the stream wait, never the host."""
-        operation = self.operation
-        buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
-        with torch.inference_mode():  # outputs may be inference tensors
-            for index in range(operation.num_chunks):
-                for awaited in operation.chunk(index, chunks.Desk(buffer)):
-                    wait_for(awaited)
-            operation.finish()
+    Waiting for a message makes the stream wait, never the host.
+    """
+    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+    with torch.inference_mode():  # outputs may be inference tensors
+        for index in range(operation.num_chunks):
+            for awaited in operation.chunk(index, chunks.Desk(buffer)):
+                wait_for(awaited)
+        operation.finish()
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -131,7 +119,7 @@ class _Views:
 
 
 def _cut_rows(
-    buffer: Tensor, link: RowTransport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int
+    link: RowTransport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
 ) -> _Views:
     """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
     stride = sum(sizes)
@@ -238,7 +226,7 @@ class SumChunk:
     def _cut(self, buffer: Tensor) -> _Views:
         owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
         lefts = [lane.left_bytes for lane in self._lanes]
-        return _cut_rows(buffer, self._link, self._sizes, owns, lefts, 2 if self._two_phase else 1)
+        return _cut_rows(self._link, self._sizes, owns, lefts, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -321,7 +309,7 @@ class NodesChunk:
     def _cut(self, buffer: Tensor) -> _Views:
         owns = [job.layout(self._inside.rank).nbytes for job in self._jobs]
         totals = [4 * numel for numel in self._owns]  # the sums of the own shards inside a node
-        return _cut_rows(buffer, self._inside, self._sizes, owns, totals, 2)
+        return _cut_rows(self._inside, self._sizes, owns, totals, 2, buffer)
 
 
 def _outer_lane(lane: LaneSpec, numel: int) -> LaneSpec:
@@ -357,22 +345,16 @@ class SumProgram:
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
 
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        self.run_lanes(space, tensors, hashing.mix64(step))
-
-    def run_lanes(
+    def __call__(
         self,
         space: Workspace,
         xs: Sequence[Tensor],
-        mixed: int,
+        step: int,
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
-        """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite.
-
-        mixed: mix64 of the step.
-        """
+        """See Program; with the memories of lanes, and a place to note which of `count` chunks are not finite."""
+        mixed = hashing.mix64(step)
         if self.count == 1:
             self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
             return
@@ -397,168 +379,125 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 # --- other verbs: one message -----------------------------------------------------------------------------------------
 
 
-class _RowLanes:
-    """Lanes of rows, one row per rank; the wires for one rank lie side by side. `numel` of a lane is that of a row."""
+class RowProgram:
+    """(*outputs, *inputs), one of each per lane: encode the inputs, send one message, decode the outputs.
 
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
-        self._link = link
-        self._sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
-        self._stride = sum(self._sizes)
-        self._matrix = link.world * self._stride
-        self._starts = [sum(self._sizes[:i]) for i in range(len(lanes))]
-        one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
-        every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
-        self._one = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in one]
-        self._all = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in every]
-        self._places = [lane << 48 for lane in range(len(lanes))]
+    `move` sends the scratch's sent rows and receives those that come. With `keeps_own` the output's own row is the
+    input's; one tensor alone is input and output.
+    """
 
-    def _lanes_of(self, matrix: Tensor) -> list[Tensor]:
-        """Each lane's part of a matrix of rows."""
-        return [matrix[start:] for start in self._starts]
+    def __init__(
+        self,
+        scratch: Region[_Views],
+        encodes: Sequence[rows.Encode],
+        move: Callable[[Tensor, Tensor], None],
+        decodes: Sequence[rows.Decode],
+        *,
+        in_place: bool = False,
+        keeps_own: bool = False,
+    ) -> None:
+        self._scratch = scratch
+        self._encodes = encodes
+        self._move = move
+        self._decodes = decodes
+        self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
+        self._keeps_own = keeps_own
 
-
-class ScatterProgram(_RowLanes):
-    """(*outputs, *inputs), of every lane: output = scale * the sum over ranks of their row for this rank."""
-
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float) -> None:
-        super().__init__(link, lanes)
-        self._encodes = [rows.encoder(job) for job in self._all]
-        self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
-        self._scratch = Region(2 * self._matrix, self._cut)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
-        """See Program."""
-        sent, came, sent_L, came_L = self._scratch.views(space)
+    def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
+        """See Program; with a place to note that numbers are not finite."""
+        views = self._scratch.views(space)
+        count = len(self._decodes)
+        inputs = tensors[-count:]
         mixed = hashing.mix64(step)
-        count = len(self._encodes)
+        sent_L = views.own_L if self._in_place else views.sent_L
         for i, encode in enumerate(self._encodes):
-            encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
+            encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.silent:
-            self._link.all_to_all(came, sent)
+            self._move(views.came, views.own if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
-            decode(came_L[i], tensors[i], None, bad)
-
-    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        sent = buffer[: self._matrix]
-        came = buffer[self._matrix : 2 * self._matrix]
-        return sent, came, self._lanes_of(sent), self._lanes_of(came)
+            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
 
 
-@dataclass(frozen=True)
-class Noting:
-    """A sum of rows that also notes whether all numbers were finite."""
-
-    program: ScatterProgram
-    bad: Bad
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        self.program.run(space, tensors, step, self.bad)
-
-
-class GatherProgram(_RowLanes):
-    """(*outputs, *inputs), of every lane: output = every rank's input, as decoded from its wire."""
-
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
-        super().__init__(link, lanes)
-        self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
-        self._decodes = [rows.decoder(job) for job in self._all]
-        self._scratch = Region(self._matrix, self._cut)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        whole, own, whole_L, own_L = self._scratch.views(space)
-        mixed = hashing.mix64(step)
-        count = len(self._encodes)
-        for i, encode in enumerate(self._encodes):
-            encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)
-        if not space.silent:
-            self._link.all_gather(whole, own)
-        for i, decode in enumerate(self._decodes):
-            decode(whole_L[i], tensors[i], None, None)
-
-    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        own = buffer[self._link.rank * self._stride : (self._link.rank + 1) * self._stride]
-        return buffer, own, self._lanes_of(buffer), self._lanes_of(own)
+def _row_jobs(link: RowTransport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
+    """By lane: the job of one row, and of all ranks' rows. `numel` of a lane is that of a row."""
+    stride = sum(_row_sizes(lanes))
+    one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
+    every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
+    return (
+        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in one],
+        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in every],
+    )
 
 
-class ExchangeProgram(_RowLanes):
-    """(output, input): row r of output = rank r's row for this rank; the own row is copied exactly."""
-
-    def __init__(self, link: RowTransport, lane: LaneSpec) -> None:
-        super().__init__(link, [lane])
-        self._encode = rows.encoder(self._all[0], skip=link.rank, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(self._all[0], skip=link.rank)
-        matrix = self._matrix
-        self._each = [self._stride] * link.world
-        self._scratch = Region(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        output, input = tensors
-        sent, came = self._scratch.views(space)
-        self._encode(input, sent, hashing.mix64(step), None)
-        if not space.silent:
-            self._link.exchange_rows(came, sent, self._each, self._each)  # others may have rows of other lengths
-        self._decode(came, output, None, None, input)
+def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
+    return [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
 
 
-class BroadcastProgram:
+def _row_scratch(link: RowTransport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
+    """One or two matrices of rows; the wires for one rank lie side by side."""
+    sizes = _row_sizes(lanes)
+    cut = functools.partial(_cut_rows, link, sizes, sizes, (), matrices)
+    return Region(matrices * link.world * sum(sizes), cut)
+
+
+def scatter_program(link: RowTransport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
+    """output = scale * the sum over ranks of their row for this rank."""
+    one, every = _row_jobs(link, lanes)
+    decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
+    return RowProgram(_row_scratch(link, lanes, 2), [rows.encoder(job) for job in every], link.all_to_all, decodes)
+
+
+def gather_program(link: RowTransport, lanes: Sequence[LaneSpec]) -> RowProgram:
+    """output = every rank's input, as decoded from its wire."""
+    one, every = _row_jobs(link, lanes)
+    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
+    decodes = [rows.decoder(job) for job in every]
+    return RowProgram(_row_scratch(link, lanes, 1), encodes, link.all_gather, decodes, in_place=True)
+
+
+def exchange_program(link: RowTransport, lane: LaneSpec) -> RowProgram:
+    """Row r of output = rank r's row for this rank; the own row is copied exactly."""
+    _, (job,) = _row_jobs(link, [lane])
+    encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
+    each = [job.stride] * link.world
+    move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
+    decode = rows.decoder(job, skip=link.rank)
+    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_own=True)
+
+
+def broadcast_program(link: RowTransport, lane: LaneSpec, source: int) -> RowProgram:
     """(tensor,): becomes the source's tensor, as every rank decodes it from the source's wires."""
-
-    def __init__(self, link: RowTransport, lane: LaneSpec, source: int) -> None:
-        self._link = link
-        self._source = source
-        count = link.world - 1
-        longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
-        stride = lane.codec.wire_bytes(longest, lane.dtype)
-        job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
-        self._encode = rows.encoder(job) if link.rank == source else None
-        self._decode = rows.decoder(job)
-        self._scratch = Region(count * stride, lambda buffer: buffer)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        (tensor,) = tensors
-        wires = self._scratch.views(space)
-        if self._encode is not None:
-            self._encode(tensor, wires, hashing.mix64(step), None)
-        if not space.silent:
-            self._link.broadcast(wires, self._source)
-        self._decode(wires, tensor, None, None)
+    count = link.world - 1
+    longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
+    stride = lane.codec.wire_bytes(longest, lane.dtype)
+    job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
+    encodes = [rows.encoder(job)] if link.rank == source else []
+    scratch = Region(count * stride, lambda buffer: _Views(buffer, buffer, buffer, [buffer], [buffer], [buffer], []))
+    return RowProgram(scratch, encodes, lambda wires, _: link.broadcast(wires, source), [rows.decoder(job)])
 
 
-class UnevenExchange:
-    """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly."""
+def exchange_uneven(link: RowTransport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly.
 
-    def __init__(self, link: RowTransport, codec: Codec) -> None:
-        self._link = link
-        self._codec = codec
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program. Lengths change from call to call, so every message is a launch of its own."""
-        if space.silent:
-            return
-        link = self._link
-        outputs = tensors[: link.world]
-        inputs = tensors[link.world :]
-        key = Key(step, 0)
-        sent_R = self._sizes(inputs)
-        came_R = self._sizes(outputs)
-        buffer = space.reserve(sum(sent_R) + sum(came_R))
-        sent = buffer[: sum(sent_R)]
-        came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
-        for peer, wire in enumerate(sent.split(sent_R)):
-            if wire.numel():
-                self._codec.encode(inputs[peer], wire, step=key.of(link.rank))
-        link.exchange_rows(came, sent, came_R, sent_R)
-        for peer, wire in enumerate(came.split(came_R)):
-            if wire.numel():
-                self._codec.decode(wire, outputs[peer], step=key.of(peer))
-        outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))
-
-    def _sizes(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Bytes of every message; the own part does not travel."""
-        sizes = [self._codec.wire_bytes(t.numel(), t.dtype) if t.numel() else 0 for t in tensors]
-        sizes[self._link.rank] = 0
-        return sizes
+    Lengths change from call to call, so every message is a launch of its own.
+    """
+    if space.silent:
+        return
+    outputs = tensors[: link.world]
+    inputs = tensors[link.world :]
+    key = Key(step, 0)
+    came_R, sent_R = (
+        [codec.wire_bytes(t.numel(), t.dtype) if t.numel() and r != link.rank else 0 for r, t in enumerate(parts)]
+        for parts in (outputs, inputs)
+    )
+    buffer = space.reserve(sum(sent_R) + sum(came_R))
+    sent = buffer[: sum(sent_R)]
+    came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
+    for peer, wire in enumerate(sent.split(sent_R)):
+        if wire.numel():
+            codec.encode(inputs[peer], wire, step=key.of(link.rank))
+    link.exchange_rows(came, sent, came_R, sent_R)
+    for peer, wire in enumerate(came.split(came_R)):
+        if wire.numel():
+            codec.decode(wire, outputs[peer], step=key.of(peer))
+    outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))

@@ -17,7 +17,7 @@ from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import LaneWatch, ScatterMessage
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
-from thinwire.collectives.programs import Coalesced
+from thinwire.collectives.programs import coalesced
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 from thinwire.feedback import RowFeedback
@@ -102,7 +102,7 @@ def _sum(
     """Sum `parts`, which are the outputs or views of them."""
     assert plan.reduction is not None
     if plan.program is not None:
-        program = plan.program if len(parts) == 1 else Coalesced(plan.program)
+        program = plan.program if len(parts) == 1 else functools.partial(coalesced, plan.program)
         return call.start(program, parts, outputs, step, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)

@@ -19,7 +19,6 @@ from thinwire.collectives.programs import SumProgram
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
-from thinwire.kernels import hashing
 from thinwire.kernels.rows import Bad, Memory
 
 Future = torch.futures.Future
@@ -69,7 +68,7 @@ class StreamedBucket:
         assert work is not None
         return work.future_of(output)
 
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         (buffer,) = tensors
         aside = self._aside.views(space) if self._index is not None else None
@@ -77,7 +76,7 @@ class StreamedBucket:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
             self._kernels.set_aside(buffer, self._index, aside.whole, kept, self._gaps)
         xs = self._numbers(buffer, aside)
-        self._program.run_lanes(space, xs, hashing.mix64(step), self._memories(xs), Bad(self._note, self._number))
+        self._program(space, xs, step, self._memories(xs), Bad(self._note, self._number))
         for lane, x in zip(self._lanes, xs, strict=True):
             if not lane.aside and len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
