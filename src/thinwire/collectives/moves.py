@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, groups, operations, programs, torch_verbs, transport
+from thinwire.collectives import checks, groups, operations, programs, torch_verbs
 from thinwire.collectives.call import Call, known_call, planned_verb, remember
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
@@ -230,7 +230,7 @@ def all_to_all_single(
 
 def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
     """The plan of an exchange of equal parts of `numel` elements, which has launches of its own."""
-    if not isinstance(channel.transport, transport.RowTransport) or plan.program is None:
+    if not channel.transport.on_stream or plan.program is None:
         return plan
     key = plan.text, numel
     if key not in channel.known:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reduce
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.operations import NOTE_BYTES
 from thinwire.collectives.programs import Program
-from thinwire.collectives.transport import RowTransport, Transport
+from thinwire.collectives.transport import Transport
 from thinwire.errors import CollectiveError
 
 SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
@@ -124,7 +124,7 @@ def _sum_program(
     links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
 ) -> programs.SumProgram | None:
     """The program of a sum on a stream of a GPU; None where there is none."""
-    if not all(isinstance(link, RowTransport) for link in links) or not all(lane.numel for lane in lanes):
+    if not all(link.on_stream for link in links) or not all(lane.numel for lane in lanes):
         return None
     for lane in lanes:
         codecs = {lane.codec, lane.first, *(lane.across or ())}
@@ -133,7 +133,7 @@ def _sum_program(
             return None
         if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
             return None  # sums in fp32 of numbers that travel as they are
-    return programs.SumProgram([cast(RowTransport, link) for link in links], algorithm, lanes, cuts, scale)
+    return programs.SumProgram(links, algorithm, lanes, cuts, scale)
 
 
 def rows_plan(
@@ -159,7 +159,7 @@ def rows_plan(
     chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(cut.num_chunks for cut in cuts))
     plan = CallPlan(text, lanes, cuts, chunk_bytes, limit)
-    if not isinstance(link, RowTransport) or total or not all(map(_has_rows, lanes, cuts)):
+    if not link.on_stream or total or not all(map(_has_rows, lanes, cuts)):
         return plan
     if verb == "reduce_scatter":
         return replace(plan, program=programs.scatter_program(link, lanes, scale))
@@ -187,7 +187,7 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)
     program = None
-    if isinstance(link, RowTransport) and _has_rows(lane, cut):
+    if link.on_stream and _has_rows(lane, cut):
         program = programs.broadcast_program(link, lane, source)
     return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
 
@@ -261,7 +261,7 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
     cut = Cut(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
     program: Program | None = None
-    if isinstance(link, RowTransport) and programs.fits(lane.codec, lane.dtype):
+    if link.on_stream and programs.fits(lane.codec, lane.dtype):
         program = functools.partial(programs.exchange_uneven, link, lane.codec)
     return CallPlan(text, [lane], [cut], program=program)
 

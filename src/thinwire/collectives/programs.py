@@ -24,7 +24,7 @@ from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.transport import Member, RowTransport, wait_for
+from thinwire.collectives.transport import Transport, wait_for
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
@@ -119,7 +119,7 @@ class _Views:
 
 
 def _cut_rows(
-    link: RowTransport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
+    link: Transport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
 ) -> _Views:
     """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
     stride = sum(sizes)
@@ -137,7 +137,7 @@ def _cut_rows(
 class SumKernels:
     """The launches of a lane on the rank at `link`."""
 
-    def __init__(self, lane: LaneSpec, link: Member, scale: float, stride: int, *, two_phase: bool) -> None:
+    def __init__(self, lane: LaneSpec, link: Transport, scale: float, stride: int, *, two_phase: bool) -> None:
         world = link.world
         self.lane = lane
         self.shape = lane_rows(lane, world, two_phase=two_phase)
@@ -174,7 +174,7 @@ class SumChunk:
     """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
 
     def __init__(
-        self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
+        self, link: Transport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
     ) -> None:
         self._link = link
         self._two_phase = two_phase
@@ -240,7 +240,7 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
-    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
+    def __init__(self, links: Sequence[Transport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
         across, inside = links
         self._chunk = chunk
         self._inside = inside
@@ -322,7 +322,7 @@ class SumProgram:
 
     def __init__(
         self,
-        links: Sequence[RowTransport],
+        links: Sequence[Transport],
         algorithm: str,
         lanes: Sequence[LaneSpec],
         cuts: Sequence[Cut],
@@ -418,7 +418,7 @@ class RowProgram:
             decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
 
 
-def _row_jobs(link: RowTransport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
+def _row_jobs(link: Transport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
     """By lane: the job of one row, and of all ranks' rows. `numel` of a lane is that of a row."""
     stride = sum(_row_sizes(lanes))
     one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
@@ -433,21 +433,21 @@ def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
     return [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
 
 
-def _row_scratch(link: RowTransport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
+def _row_scratch(link: Transport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
     """One or two matrices of rows; the wires for one rank lie side by side."""
     sizes = _row_sizes(lanes)
     cut = functools.partial(_cut_rows, link, sizes, sizes, (), matrices)
     return Region(matrices * link.world * sum(sizes), cut)
 
 
-def scatter_program(link: RowTransport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
+def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
     """output = scale * the sum over ranks of their row for this rank."""
     one, every = _row_jobs(link, lanes)
     decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
     return RowProgram(_row_scratch(link, lanes, 2), [rows.encoder(job) for job in every], link.all_to_all, decodes)
 
 
-def gather_program(link: RowTransport, lanes: Sequence[LaneSpec]) -> RowProgram:
+def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     """output = every rank's input, as decoded from its wire."""
     one, every = _row_jobs(link, lanes)
     encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
@@ -455,7 +455,7 @@ def gather_program(link: RowTransport, lanes: Sequence[LaneSpec]) -> RowProgram:
     return RowProgram(_row_scratch(link, lanes, 1), encodes, link.all_gather, decodes, in_place=True)
 
 
-def exchange_program(link: RowTransport, lane: LaneSpec) -> RowProgram:
+def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
     """Row r of output = rank r's row for this rank; the own row is copied exactly."""
     _, (job,) = _row_jobs(link, [lane])
     encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
@@ -465,7 +465,7 @@ def exchange_program(link: RowTransport, lane: LaneSpec) -> RowProgram:
     return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_own=True)
 
 
-def broadcast_program(link: RowTransport, lane: LaneSpec, source: int) -> RowProgram:
+def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:
     """(tensor,): becomes the source's tensor, as every rank decodes it from the source's wires."""
     count = link.world - 1
     longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
@@ -476,7 +476,7 @@ def broadcast_program(link: RowTransport, lane: LaneSpec, source: int) -> RowPro
     return RowProgram(scratch, encodes, lambda wires, _: link.broadcast(wires, source), [rows.decoder(job)])
 
 
-def exchange_uneven(link: RowTransport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
     """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly.
 
     Lengths change from call to call, so every message is a launch of its own.
