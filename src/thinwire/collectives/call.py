@@ -17,12 +17,9 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.operations import Setting, VerbOperation
-from thinwire.collectives.pipeline import broken
+from thinwire.collectives.pipeline import Setting, broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
-from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import lost_in
-from thinwire.collectives.work import Work
 from thinwire.errors import ThinwireError
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -61,39 +58,6 @@ class Call:
         mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
         return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
-
-    def start(
-        self,
-        program: Program,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        step: int | None,
-        async_op: bool,
-        written: int = 1,
-    ) -> Work | None:
-        """Run a program that writes the first `written` tensors; where one is not contiguous, on copies.
-
-        `outputs` are the caller's own, of which they are parts or other views.
-        """
-        number = self.channel.next_step() if step is None else check_step(step)
-        run = program if all(map(Tensor.is_contiguous, tensors)) else functools.partial(copying, program, written, ())
-        first = not self.site.known
-        return self.channel.start(run, tensors, outputs, number, text=self.site.text, async_op=async_op, first=first)
-
-    def run(
-        self,
-        operation: VerbOperation,
-        outputs: Sequence[Tensor],
-        async_op: bool,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Work | None:
-        """What a verb returns: the work of the operation, or None once it is done."""
-        operation.copies_back(outputs, copies)
-        work = self.channel.run(operation, self.site, async_op=async_op)
-        if async_op or work is None:
-            return work
-        work.wait()
-        return None
 
 
 @functools.lru_cache(maxsize=4096)

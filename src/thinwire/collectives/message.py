@@ -147,7 +147,7 @@ class Message(_LaneMessage):
             plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
         assert plan.reducer is not None
         operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
-        work = call.run(operation, outputs, True, copies)
+        work = call.channel.run(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
 
@@ -205,7 +205,7 @@ class _RowMessage(_LaneMessage):
 
     def _start(self, call: Call, program: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
         tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        call.start(program, tensors, outputs, step, False, written=len(outputs))
+        call.channel.start(program, tensors, outputs, step, call.site, False, written=len(outputs))
 
 
 class ScatterMessage(_RowMessage):
@@ -242,7 +242,7 @@ class ScatterMessage(_RowMessage):
         ]
         rows = [Flat([output]) for output in outputs]
         operation = operations.ReduceScatter(call.setting(plan, step), lanes, rows, self.scale)
-        call.run(operation, outputs, False)
+        call.channel.run(operation, call.site, outputs, False)
 
 
 class GatherMessage(_RowMessage):
@@ -262,4 +262,4 @@ class GatherMessage(_RowMessage):
         lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec) for x, cut, lane in parts]
         rows_LW = [[Flat([row]) for row in output.view(self.channel.world, -1).unbind()] for output in outputs]
         operation = operations.Gather(call.setting(plan, step), lanes, rows_LW)
-        call.run(operation, outputs, False)
+        call.channel.run(operation, call.site, outputs, False)

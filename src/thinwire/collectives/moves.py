@@ -66,7 +66,7 @@ def _gather(
 ) -> Work | None:
     output, input = given
     if plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
+        return call.channel.start(plan.program, given, [result], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.all_gather(call, output, input, [result], async_op)
     input = torch_verbs.unstraddled(input, output, input)
@@ -75,7 +75,7 @@ def _gather(
     rows = [Flat([row]) for row in whole.view(call.channel.world, -1).unbind()]
     operation = operations.Gather(call.setting(plan, step), [lane], [rows])
     copies = () if output.is_contiguous() else ((output, whole),)
-    return call.run(operation, [result], async_op, copies)
+    return call.channel.run(operation, call.site, [result], async_op, copies)
 
 
 all_gather_single = all_gather_into_tensor
@@ -132,7 +132,7 @@ def all_gather(
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
     lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
     operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
-    return call.run(operation, tensor_list, async_op)
+    return call.channel.run(operation, call.site, tensor_list, async_op)
 
 
 def broadcast(
@@ -170,11 +170,11 @@ def _broadcast(
 ) -> Work | None:
     assert plan.source is not None
     if plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
+        return call.channel.start(plan.program, given, [result], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.broadcast(call, given[0], plan.source, [result], async_op)
     operation = operations.Broadcast(call.setting(plan, step), Flat(given), plan.source, plan.cuts[0])
-    return call.run(operation, [result], async_op)
+    return call.channel.run(operation, call.site, [result], async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -250,7 +250,7 @@ def _exchange(
 ) -> Work | None:
     target, source = given
     if lengths is None and plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
+        return call.channel.start(plan.program, given, [result], step, call.site, async_op)
     world = call.channel.world
     out, sent = lengths or [[source.numel() // world] * world] * 2
     if not plan.lanes:
@@ -337,7 +337,7 @@ def _run(
     if plan.program is not None:
         tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
         program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
-        return call.start(program, tensors, results, step, async_op, written=len(outputs))
+        return call.channel.start(program, tensors, results, step, call.site, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]
@@ -345,4 +345,4 @@ def _run(
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     setting = call.setting(sized(plan, lengths), step)
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cuts[0].chunk)
-    return call.run(operation, results, async_op, copies)
+    return call.channel.run(operation, call.site, results, async_op, copies)

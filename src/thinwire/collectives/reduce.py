@@ -103,14 +103,14 @@ def _sum(
     assert plan.reduction is not None
     if plan.program is not None:
         program = plan.program if len(parts) == 1 else functools.partial(coalesced, plan.program)
-        return call.start(program, parts, outputs, step, async_op, written=len(parts))
+        return call.channel.start(program, parts, outputs, step, call.site, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
     (spec,), (cut,) = plan.lanes, plan.cuts
     lane = Lane(Flat(parts), cut, spec.codec, spec.first, across=spec.across)
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    return call.run(operation, outputs, async_op)
+    return call.channel.run(operation, call.site, outputs, async_op)
 
 
 def _fastest(channel: Channel, group: groups.Group, dtype: torch.dtype, numel: int) -> Choose:
@@ -167,14 +167,14 @@ def _scatter(
     target, source = given
     assert plan.reduction is not None
     if plan.program is not None:
-        return call.start(plan.program, given, [output], step, async_op)
+        return call.channel.start(plan.program, given, [output], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.reduce_scatter(call, target, source, [output], plan.reduction, async_op)
     source = torch_verbs.unstraddled(source, source, target)
     lane = Lane(Flat([source]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], scale)
-    return call.run(operation, [output], async_op)
+    return call.channel.run(operation, call.site, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor

@@ -172,7 +172,7 @@ def wait(work: Any, channel: Channel, site: CallSite) -> None:
     """Wait for a work of torch's."""
     if channel.transport.on_stream:
         work.wait()
-        channel.settle(site.text)
+        channel.settle(site)
     else:
         wait_for_torch(work, channel.failures, site)
 

@@ -58,12 +58,12 @@ class StreamedBucket:
     def average(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
         channel = self._message.channel
-        text = Call(channel, self._message.text).site.text
+        site = Call(channel, self._message.text).site
         if self._first:
             self._note = tally.new_note(buffer.device)
         self._number = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
-        work = channel.start(self, (buffer,), (), step, text=text, async_op=True, first=self._first)
+        work = channel.start(self, (buffer,), (), step, site, True, first=self._first)
         self._first = False
         assert work is not None
         return work.future_of(output)

@@ -219,7 +219,7 @@ class GradientSync:
             nonfinite=tally.all_nonfinite,
             **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
-            scratch_bytes=sum(c.scratch.nbytes + (c.workspaces.nbytes if c.workspaces else 0) for c in channels),
+            scratch_bytes=sum(channel.scratch_bytes for channel in channels),
         )
 
     @property
