@@ -33,6 +33,14 @@ _GLOO_DTYPES = (  # that all of its verbs take
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
 
 
+_KINDS = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
 class PlanKey(NamedTuple):
     """Calls of one kind: what ranks have to agree on. str() is the line of text that they compare."""
 
@@ -57,6 +65,15 @@ class PlanKey(NamedTuple):
             f"algorithm={self.algorithm}",
         ]
         return f"{self.verb}({', '.join(part for part in parts if part)})"
+
+    @property
+    def kind(self) -> str:
+        """The verb by which times are measured: variants of it take as long."""
+        return _KINDS.get(self.verb, self.verb)
+
+    def numel(self, world: int) -> int:
+        """Elements of the message of all ranks; 0 where a rank knows only its own."""
+        return sum(self.lengths) * (world if self.verb == "all_gather_into_tensor" else 1)
 
 
 @dataclass(frozen=True)
@@ -137,13 +154,13 @@ def _sum_program(
 
 
 def rows_plan(
-    text: str, verb: str, lanes: Sequence[LaneSpec], link: Transport, *, total: int = 0, scale: float = 1.0
+    text: str, lanes: Sequence[LaneSpec], link: Transport, *, total: int = 0, scale: float | None = None
 ) -> CallPlan:
-    """The plan of a reduce_scatter or all_gather of lanes, whose `numel` is that of the longest row of a rank.
+    """The plan of a gather or, with a `scale`, a scatter of lanes, whose `numel` is that of a rank's longest row.
 
     `total`: the elements of all rows, where they are not all as long.
     """
-    held = 2 if verb == "reduce_scatter" else 1  # matrices of wires in a chunk's scratch
+    held = 1 if scale is None else 2  # matrices of wires in a chunk's scratch
     cuts = []
     wire = 0
     chunk_wire = 0
@@ -161,9 +178,9 @@ def rows_plan(
     plan = CallPlan(text, lanes, cuts, chunk_bytes, limit)
     if not link.on_stream or total or not all(map(_has_rows, lanes, cuts)):
         return plan
-    if verb == "reduce_scatter":
-        return replace(plan, program=programs.scatter_program(link, lanes, scale))
-    return replace(plan, program=programs.gather_program(link, lanes))
+    if scale is None:
+        return replace(plan, program=programs.gather_program(link, lanes))
+    return replace(plan, program=programs.scatter_program(link, lanes, scale))
 
 
 def _rows_cut(lane: LaneSpec, wire: int, link: Transport, shards: int = 1) -> Cut:
@@ -231,9 +248,10 @@ def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
     return ("plain", "one_shot", "two_phase") if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
 
 
-def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, choose: Choose) -> CallPlan:
-    """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
+def plan_verb(key: PlanKey, link: Transport, choose: Choose, most: int) -> CallPlan:
+    """Decide how a verb moves its elements, `most` in all where a rank knows only its own."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
+    numel = key.numel(link.world) or most
     codecs = _named(key, numel)
     plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
     if link.world == 1:
@@ -241,18 +259,18 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, c
     if _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
         _check_torch_takes(key.dtype, [link])
         return plain
-    if verb in ("broadcast", "all_to_all"):
+    if key.kind in ("broadcast", "all_to_all"):
         check_recodes(codecs, key.verb)
-    lane = LaneSpec(part, codecs[0], codecs[0], dtype=key.dtype)
-    if verb == "broadcast":
+    longest = max(key.lengths, default=0) // (link.world if key.kind == "reduce_scatter" else 1)
+    lane = LaneSpec(longest, codecs[0], codecs[0], dtype=key.dtype)
+    if key.kind == "broadcast":
         assert key.source is not None
         plan = _broadcast_plan(plain.text, lane, link, key.source)
-    elif verb == "all_to_all":
+    elif key.kind == "all_to_all":
         plan = _exchange_plan(plain.text, lane, link)
     else:
-        scale = 1.0 if key.reduction is None else key.reduction.scale(link.world)
-        total = numel if key.verb == "all_gather" else 0
-        plan = rows_plan(plain.text, verb, [lane], link, total=total, scale=scale)
+        scale = None if key.reduction is None else key.reduction.scale(link.world)
+        plan = rows_plan(plain.text, [lane], link, total=numel if key.verb == "all_gather" else 0, scale=scale)
     return replace(plan, reduction=key.reduction, source=key.source)
 
 

@@ -19,7 +19,7 @@ from thinwire import feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.collectives.message import RowMessage, Watched
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions, Rules
@@ -144,7 +144,7 @@ class ShardSync(GradientSync):
         inputs = rows.columns.split(input.view(group.size(), -1))
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
-        if rows.message.on_stream and not self.chooser.measuring:
+        if rows.message.program is not None and not self.chooser.measuring:
             rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
@@ -159,13 +159,13 @@ class ShardSync(GradientSync):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _watched(self, rows: Bucket, world: int, device: torch.device) -> list[LaneWatch]:
-        found: list[LaneWatch] = []
+    def _watched(self, rows: Bucket, world: int, device: torch.device) -> list[Watched]:
+        found: list[Watched] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
             if self.chooser.measuring:
                 watch = self.errors.watch([*lane.pieces] * world, device).lost
-            found.append(LaneWatch(carry, watch, self.tally.checked))
+            found.append((carry, watch, self.tally.checked))
         return found
 
     def _new_rows(
@@ -186,8 +186,8 @@ class ShardSync(GradientSync):
             self._messages.clear()
             self._buckets.clear()
         if key not in self._messages:  # a codec that returns needs no new agreement
-            self._messages[key] = ScatterMessage(laid, like, group, scale)
-        message: ScatterMessage = self._messages[key]
+            self._messages[key] = RowMessage(laid, like, group, scale)
+        message: RowMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         rows = [row_pieces(lane, held) for lane in found]
         factor = 1.0 / scale
@@ -218,7 +218,7 @@ class Gatherer:
         self._rank = 0
         self._padding: Tensor | None = None  # which elements of the own row it is
         self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
-        self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
+        self._messages: dict[object, tuple[Columns, RowMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, `input` is this rank's; False if torch has to do it."""
@@ -291,14 +291,14 @@ class Gatherer:
         columns.join(outputs, rows)
         self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
 
-    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, GatherMessage]:
+    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
         specs = []
         for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
             specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
         columns = Columns(found, self._width, like.device)
-        return columns, GatherMessage([lane.spec for lane in found], like, group)
+        return columns, RowMessage([lane.spec for lane in found], like, group)
 
 
 def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
