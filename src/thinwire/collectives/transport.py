@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, timeout_s
 from thinwire.errors import CollectiveError, WireError
-from thinwire.ranges import ranged
+from thinwire.ranges import range_of
 
 Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it or from it
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
@@ -351,22 +351,21 @@ class StreamTransport(Transport):
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         self._moved(sent.numel() - sent.numel() // self.world)
-        if self.world == 2:  # a gather of what the other gets: the same bytes, and faster over TCP than NCCL's pairs
-            rows = sent.chunk(2)
-            _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
-            came.chunk(2)[self.rank].copy_(rows[self.rank])
-            return
-        _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
+        with range_of("thinwire::wire"):
+            if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
+                rows = sent.chunk(2)
+                _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
+                came.chunk(2)[self.rank].copy_(rows[self.rank])
+            else:
+                _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
-    @ranged("thinwire::wire")
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self._moved(whole.numel() - own.numel())
-        _finish(group_all_gather(self.group, whole, own, _GATHER))
+        with range_of("thinwire::wire"):
+            _finish(group_all_gather(self.group, whole, own, _GATHER))
 
-    @ranged("thinwire::wire")
     def broadcast(self, whole: Tensor, source: int) -> None:
         if self.rank == source:
             self.sent += whole.numel()
@@ -375,7 +374,8 @@ class StreamTransport(Transport):
         options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
-        _finish(self.group.broadcast([whole], options))
+        with range_of("thinwire::wire"):
+            _finish(self.group.broadcast([whole], options))
 
     def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
         self.sent += sum(sent_R) - sent_R[self.rank]

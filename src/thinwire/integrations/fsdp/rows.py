@@ -26,7 +26,7 @@ from thinwire.integrations.choice.options import DDPOptions, Rules
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
-from thinwire.integrations.sync import Bucket, GradientSync
+from thinwire.integrations.sync import BucketPlan, GradientSync
 from thinwire.kernels.rows import Bad
 
 _MANY = 1 << 20  # elements, to compare the bytes of a codec with the numbers themselves
@@ -159,7 +159,7 @@ class ShardSync(GradientSync):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _watched(self, rows: Bucket, world: int, device: torch.device) -> list[Watched]:
+    def _watched(self, rows: BucketPlan, world: int, device: torch.device) -> list[Watched]:
         found: list[Watched] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
@@ -170,7 +170,7 @@ class ShardSync(GradientSync):
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
-    ) -> Bucket:
+    ) -> BucketPlan:
         world = group.size()
         sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]
         specs = [self._spec(name, size, whole=False) for name, size in zip(names, sizes, strict=True)]
@@ -178,7 +178,7 @@ class ShardSync(GradientSync):
         width = sum(parameter.numel for parameter in parameters)
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
-            return Bucket(found, width, plain_bytes)
+            return BucketPlan(found, width, plain_bytes)
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
@@ -194,7 +194,7 @@ class ShardSync(GradientSync):
         carry = self.memories.carry
         pairs = zip(found, rows, strict=True)
         carries = [carry(lane.spec.feedback, lane.pieces, factor, like.device, row) for lane, row in pairs]
-        return Bucket(found, width, plain_bytes, message, carries, columns=columns)
+        return BucketPlan(found, width, plain_bytes, message, carries, columns=columns)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
