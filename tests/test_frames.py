@@ -69,9 +69,7 @@ def looking() -> Iterator[list[int]]:
     with (
         anew(),
         mock.patch.object(channel, "SimpleQueue", Inbox),
-        mock.patch.object(
-            transport.PairTransport, "group", property(lambda link: Looked(group_of(link), queued, sent))
-        ),
+        mock.patch.object(transport.PairTransport, "group", looked),
     ):
         yield sent
 
