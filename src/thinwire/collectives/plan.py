@@ -105,7 +105,10 @@ def sum_plan(
     text: str, lanes: Sequence[LaneSpec], links: Sequence[Transport], algorithm: str, scale: float
 ) -> CallPlan:
     """The plan of a sum of lanes on a group, or on a mesh of nodes (two links: across, inside)."""
-    cuts = [_sum_cut(lane, links, algorithm) for lane in lanes]
+    shards = links[-1].world  # for the ranks of a group or of a node
+    held = shards if algorithm == "one_shot" else 2
+    wires = [lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes]
+    cuts = [_cut(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
     reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
     plan = CallPlan(text, lanes, cuts, reducer=reducer, program=_sum_program(links, algorithm, lanes, cuts, scale))
     return with_scratch(plan, (False,) * len(lanes))
@@ -128,12 +131,13 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
-def _sum_cut(lane: LaneSpec, links: Sequence[Transport], algorithm: str) -> Cut:
-    """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
-    wire = lane.codec.wire_bytes(lane.numel, lane.encoded)
-    shards = links[-1].world
+def _cut(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> Cut:
+    """The chunks of a lane that takes `wire` bytes in all, each of which falls into `shards` shards.
+
+    `held`: the wires that the scratch of a chunk holds on a stream.
+    """
     if links[0].on_stream:
-        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, shards if algorithm == "one_shot" else 2)
+        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, held)
     return chunks.cut(lane.numel, wire, math.prod(link.world for link in links), shards, lane.codec.unit)
 
 
@@ -168,7 +172,7 @@ def rows_plan(
     for lane in lanes:
         rows = max(1, -(-(total or link.world * lane.numel) // max(lane.numel, 1)))
         whole = rows * lane.codec.wire_bytes(lane.numel, lane.encoded)
-        cuts.append(_rows_cut(lane, whole, link))
+        cuts.append(_cut(lane, whole, [link]))
         numel = min(cuts[-1].chunk, lane.numel)
         wire += whole
         chunk_wire += link.world * lane.codec.wire_bytes(numel, lane.encoded)
@@ -183,13 +187,6 @@ def rows_plan(
     return replace(plan, program=programs.scatter_program(link, lanes, scale))
 
 
-def _rows_cut(lane: LaneSpec, wire: int, link: Transport, shards: int = 1) -> Cut:
-    """The chunks of a rank's part, where the parts of all ranks take `wire` bytes."""
-    if link.on_stream:
-        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit)
-    return chunks.cut(lane.numel, wire, link.world, shards, lane.codec.unit)
-
-
 def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
     """Whether one launch encodes a lane's rows."""
     fits = programs.fits(lane.codec, lane.dtype)
@@ -199,7 +196,7 @@ def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
 def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> CallPlan:
     count = link.world - 1
     wire = lane.codec.wire_bytes(lane.numel, lane.dtype)
-    cut = _rows_cut(lane, wire, link, count)
+    cut = _cut(lane, wire, [link], count)
     parts = chunks.shards(Span(0, min(cut.chunk, lane.numel)), count, lane.codec.unit)
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)

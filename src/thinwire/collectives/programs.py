@@ -13,7 +13,6 @@ Legend: W ranks, `stride` bytes from one row to the next.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,8 +186,8 @@ class SumChunk:
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
-        lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
-        self.scratch = Region(self._matrices + lefts, self._cut, begin)
+        self._floats = [lane.left_bytes for lane in self._lanes]
+        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._cut, begin)
 
     def run(
         self,
@@ -208,25 +207,32 @@ class SumChunk:
         if self._two_phase:
             if not space.silent:
                 link.all_to_all(views.came, views.sent)
-            for i, lane in enumerate(self._lanes):
-                if lane.recode is not None:
-                    lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
+            self._reduce(space, views, xs, mixed, kept)
         if not space.silent:
             link.all_gather(views.sent, views.own)
         if bad is not None:
-            for scan, wires in self._scans(views):
-                scan(wires, bad)
+            for lane, wires in zip(self._lanes, views.sent_L, strict=True):
+                if lane.scan is not None:
+                    lane.scan(wires, bad)
         for i in self._last_first:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
 
-    def _scans(self, views: _Views) -> list[tuple[rows.Scan, Tensor]]:
-        pairs = zip(self._lanes, views.sent_L, strict=True)
-        return [(lane.scan, wires) for lane, wires in pairs if lane.scan is not None]
+    def _reduce(
+        self,
+        space: Workspace,
+        views: _Views,
+        xs: Sequence[Tensor],
+        mixed: Sequence[int],
+        kept: Sequence[Memory | None],
+    ) -> None:
+        """Write the wire of the own shard's sum, of every lane."""
+        for i, lane in enumerate(self._lanes):
+            if lane.recode is not None:
+                lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
 
     def _cut(self, buffer: Tensor) -> _Views:
         owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        lefts = [lane.left_bytes for lane in self._lanes]
-        return _cut_rows(self._link, self._sizes, owns, lefts, 2 if self._two_phase else 1, buffer)
+        return _cut_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -237,102 +243,68 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
     ]
 
 
-class NodesChunk:
-    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
+class NodesChunk(SumChunk):
+    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py.
+
+    There is no feedback. The scale is applied across nodes.
+    """
 
     def __init__(self, links: Sequence[Transport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
         across, inside = links
+        super().__init__(inside, lanes, 1.0, two_phase=True)
         self._chunk = chunk
-        self._inside = inside
         self._scale = scale
-        world = inside.world
-        shapes = [lane_rows(lane, world, two_phase=True) for lane in lanes]
-        self._sizes = [lane.codec.wire_bytes(shape.each, lane.dtype) for lane, shape in zip(lanes, shapes, strict=True)]
-        self._stride = sum(self._sizes)
-        pairs = list(zip(lanes, shapes, strict=True))
-        self._jobs = [_job(lane.codec, shape, lane, inside.device, self._stride) for lane, shape in pairs]
-        self._owns = [shape.span(inside.rank)[1] - shape.span(inside.rank)[0] for shape in shapes]
-        self._encodes = [rows.encoder(job) for job in self._jobs]
-        self._decodes = [rows.decoder(job) for job in self._jobs]
-        self._filled = [i for i, numel in enumerate(self._owns) if numel]
-        own_jobs = [replace(job, rows=Rows(n, n, 1)) for job, n in zip(self._jobs, self._owns, strict=True)]
-        self._adds = {i: rows.decoder(own_jobs[i], world=world) for i in self._filled}
-        self._puts = {i: rows.encoder(own_jobs[i], by_row=0, first_row=inside.rank) for i in self._filled}
-        self._lanes = lanes
-        totals = sum(aligned(4 * numel) for numel in self._owns)
-        nbytes = 2 * world * self._stride + totals
+        spans = [lane.shape.span(inside.rank) for lane in self._lanes]
+        owns = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
+        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in owns.items()}
+        self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
+        self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
+        self._floats = [4 * (end - begin) for begin, end in spans]  # the sums of the own shards inside a node
         self._outer: SumChunk | None = None
-        end = nbytes
-        if self._filled and across.world > 1:
-            outer = [_outer_lane(lanes[i], self._owns[i]) for i in self._filled]
+        end = self._matrices + sum(map(aligned, self._floats))
+        if owns and across.world > 1:
+            codecs = {i: lanes[i].across or (lanes[i].codec, lanes[i].codec) for i in owns}
+            outer = [LaneSpec(numel, *codecs[i]) for i, numel in owns.items()]
             phases = fewest_roundings(across.world) == "two_phase"
-            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=nbytes)
+            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
         self.scratch = Region(end, self._cut)
 
-    def run(
+    def _reduce(
         self,
         space: Workspace,
+        views: _Views,
         xs: Sequence[Tensor],
         mixed: Sequence[int],
-        memories: Sequence[Memory | None] | None = None,
-        bad: Bad | None = None,
+        kept: Sequence[Memory | None],
     ) -> None:
-        """x = scale * sum of x over the ranks of all nodes; there is no feedback."""
-        views = self.scratch.views(space)
-        for i, encode in enumerate(self._encodes):
-            encode(xs[i], views.sent_L[i], mixed[i], None)
-        if not space.silent:
-            self._inside.all_to_all(views.came, views.sent)
+        """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         for i, add in self._adds.items():
             add(views.came_L[i], views.floats_L[i], None, None)
-        self._add_nodes(space, mixed, views)
-        for i, put in self._puts.items():
-            lane = self._lanes[i]
-            total = fitted(views.floats_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
-            put(total, views.own_L[i], mixed[i], None)
-        if not space.silent:
-            self._inside.all_gather(views.sent, views.own)
-        for i, decode in enumerate(self._decodes):
-            decode(views.sent_L[i], xs[i], None, bad)
-
-    def _add_nodes(self, space: Workspace, mixed: Sequence[Any], views: _Views) -> None:
-        """Sum the own shards over the nodes; the step is the shard's key."""
-        totals = [views.floats_L[i] for i in self._filled]
+        totals = {i: views.floats_L[i] for i in self._adds}
         if self._outer is None:
-            for total in totals:
+            for total in totals.values():
                 total.mul_(self._scale)
-            return
-        steps = [hashing.row_step(mixed[i], self._inside.rank) for i in self._filled]
-        self._outer.run(space, totals, [Key(step, self._chunk).mixed() for step in steps])
-
-    def _cut(self, buffer: Tensor) -> _Views:
-        owns = [job.layout(self._inside.rank).nbytes for job in self._jobs]
-        totals = [4 * numel for numel in self._owns]  # the sums of the own shards inside a node
-        return _cut_rows(self._inside, self._sizes, owns, totals, 2, buffer)
-
-
-def _outer_lane(lane: LaneSpec, numel: int) -> LaneSpec:
-    codec, first = lane.across or (lane.codec, lane.codec)
-    return LaneSpec(numel, codec, first)
+        else:
+            steps = [hashing.row_step(mixed[i], self._link.rank) for i in totals]
+            self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
+        for i, put in self._puts.items():
+            lane = self._lanes[i].lane
+            total = fitted(totals[i], lane.dtype, (lane.across or (lane.codec,))[0])
+            put(total, views.own_L[i], mixed[i], None)
 
 
 class SumProgram:
     """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
 
     def __init__(
-        self,
-        links: Sequence[Transport],
-        algorithm: str,
-        lanes: Sequence[LaneSpec],
-        cuts: Sequence[Cut],
-        scale: float,
+        self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
     ) -> None:
         self._cuts = cuts
         self.count = max(cut.num_chunks for cut in cuts)
         # The lanes that have anything in a chunk, and their sum.
-        self._chunks: list[tuple[list[int], SumChunk | NodesChunk]] = []
-        made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}  # chunks of the same lengths have the same
+        self._chunks: list[tuple[list[int], SumChunk]] = []
+        made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
         for index in range(self.count):
             lengths = tuple(cut.span(index).numel for cut in cuts)
             some = [i for i, numel in enumerate(lengths) if numel]
