@@ -27,7 +27,7 @@ _NO_PLAN = CallPlan("")  # of calls that are not planned here
 
 
 class Call:
-    """Compared with the other ranks' unless one like it was before; `anew`: in any case."""
+    """A call: compared with the other ranks' unless one like it was before or, with `anew`, in any case."""
 
     def __init__(
         self,

@@ -249,7 +249,7 @@ class Line:
 
 def broken(cause: str) -> CollectiveError:
     """What every call gets after one has failed half-way."""
-    return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
+    return CollectiveError(f"an earlier collective of this group failed ({cause}); create a new group to continue")
 
 
 def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:

@@ -216,11 +216,11 @@ def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> Call
     on_mesh = len(links) == 2
     if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
         raise CollectiveError(
-            "algorithm='hierarchical' goes with a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' with a group"
+            "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
         )
     if len(key.codecs) == 2 and not on_mesh:
         pair = tuple(map(str, key.codecs))
-        raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
+        raise CollectiveError(f"a pair of codecs requires algorithm='hierarchical', got {pair} for {key.algorithm!r}")
     codecs = _named(key, numel)
     assert key.reduction is not None
     plain = CallPlan(str(key), reduction=key.reduction)

@@ -4,7 +4,7 @@
 whatever the number of ranks: all shards of a tensor are one launch (kernels/rows.py), and travel in one collective as
 rows that are padded to the longest shard's wire, the own row too. A sum in two phases is three kernels per lane and two
 messages; a sum in one phase, and every other verb, two kernels and one message. Nothing waits, and nothing is allocated
-but where tensors do not lie in one piece.
+except for non-contiguous tensors.
 The bytes are those that the operations of operations.py make of the same shards.
 
 Legend: W ranks, `stride` bytes from one row to the next.
@@ -67,7 +67,7 @@ def copying(
     tensors: Sequence[Tensor],
     step: int,
 ) -> None:
-    """A program on copies of tensors that do not lie in one piece; the first `written` go back.
+    """A program on copies of non-contiguous tensors; the first `written` are copied back.
 
     Then tensor = numbers for the (tensor, numbers) of `copies`.
     """

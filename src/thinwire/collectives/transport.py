@@ -226,8 +226,8 @@ def _compare_sums(message: Tensor, sums: Tensor, sender: int) -> None:
         total = message.numel() * message.itemsize
         begin = wrong[0] * _PIECE
         raise WireError(
-            f"a message of {total} bytes from rank {sender} was damaged on the way: bytes {begin} to "
-            f"{min(begin + _PIECE, total)} do not have their checksum; see to that rank's memory and network"
+            f"a message of {total} bytes from rank {sender} was damaged in transit: bytes {begin} to "
+            f"{min(begin + _PIECE, total)} do not have their checksum; check that rank's memory and network"
         )
 
 
