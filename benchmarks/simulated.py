@@ -192,7 +192,7 @@ class ReplicaAverager:
         return [
             Lane(
                 lane=lane,
-                launches_W=[SumKernels(s, spot, 1.0 / self.world, self._stride, two_phase=True) for spot in spots],
+                launches_W=[SumKernels(s, link, 1.0 / self.world, self._stride, two_phase=True) for link in links],
                 carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.world, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,

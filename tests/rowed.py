@@ -1,4 +1,4 @@
-"""A transport of rows (collectives.transport.RowTransport) between CPU tensors: programs without a GPU.
+"""A transport of rows (as collectives.transport.StreamTransport) between CPU tensors: programs without a GPU.
 
 Rows travel over gloo, blocking. `with rowed(group)` the group's calls run as programs, as they do on NCCL.
 """

@@ -973,7 +973,7 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
     swap = thinwire.all_to_all_single
     cast = thinwire.broadcast
     by_codec = functools.partial(reduce, algorithm="two_phase")
-    hierarchical = "algorithm='hierarchical' goes with a DeviceMesh of two dimensions"
+    hierarchical = "algorithm='hierarchical' requires a DeviceMesh of two dimensions"
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: reduce(x, dist.ReduceOp.MAX), "op must be ReduceOp.SUM, AVG or PREMUL_SUM"),
         (lambda: scatter(x, y, dist.ReduceOp.PRODUCT), "op must be ReduceOp.SUM, AVG or PREMUL_SUM"),
@@ -993,7 +993,7 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
         (lambda: by_codec(x, codec="int9"), "CodecError: unknown codec 'int9'"),
         (lambda: by_codec(x, codec=8), "CodecError: expected a codec"),
         (lambda: by_codec(x, codec=["int8", "int4"]), "CodecError: expected a codec"),
-        (lambda: by_codec(x, codec=("int8", "int4")), "a pair of codecs goes with algorithm='hierarchical'"),
+        (lambda: by_codec(x, codec=("int8", "int4")), "a pair of codecs requires algorithm='hierarchical'"),
         (lambda: by_codec(x.double(), codec="int8"), "CodecError: codec int8 takes float32, bfloat16, float16, got"),
         (lambda: gather(y.long(), x.long(), codec="int8", algorithm="compressed"), "CodecError: codec int8 takes"),
         (lambda: reduce(x, algorithm="hierarchical"), hierarchical),

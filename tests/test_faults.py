@@ -283,7 +283,7 @@ def test_a_host_that_waits_for_a_stream_names_the_call(ranks: RankPool, verb: st
     for name, text, after in found[:2]:
         assert re.match(r"rank [01] waited for another rank in (all_reduce|gradients)\(", text), text
         assert f"(operation 2 of group '{name}')" in text or verb == "ddp", text
-        assert "make a new group to go on" in after
+        assert "create a new group to continue" in after
     assert found[2][1:] == ("None", "None")
 
 
@@ -415,7 +415,7 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, vari
     assert before == other == "[254.0]"
     for text in (here, there):
         assert "a message of " in text
-        assert "bytes from rank 0 was damaged on the way: bytes 0 to " in text
+        assert "bytes from rank 0 was damaged in transit: bytes 0 to " in text
 
 
 def checked(group: Group) -> str:

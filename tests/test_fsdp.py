@@ -728,7 +728,7 @@ REFUSED = {
     "FSDP to compress_ddp": "call thinwire.compress_fsdp",
     "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
     "an own gather": "the root has a communication of its own, _OwnGather",
-    "inside": "inside='int8' goes with replicas of shards",
+    "inside": "inside='int8' requires replicas of shards",
     "no weights": "replica=True keeps copies to send weights as differences",
     "a word": "replica must be True, False or None, got 'no'",
     "no codec": "int99",

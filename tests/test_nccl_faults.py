@@ -106,7 +106,7 @@ def test_a_lost_rank_is_named_and_the_other_goes_on(
     assert ("gradients(" if verb == "ddp" else "all_reduce(") in text, text
     assert f"of group '{told['group']}')" in text, text
     assert 0.5 * LATE_S < told["seconds"] < LATE_S + SOON_S, told
-    assert "make a new group to go on" in told["refused"], told
+    assert "create a new group to continue" in told["refused"], told
     assert told["again"] == [127.0] * 3
     assert told["ended"] is True, told
 

@@ -14,7 +14,7 @@ from ranks import RankPool
 from replicas import Group
 from test_nccl import Place, each_world, on_nccl, on_worlds, profiled, some, two_nodes
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import GatherMessage, ScatterMessage
+from thinwire.collectives.message import RowMessage
 
 Options = Mapping[str, Any]
 STEPS = 4
@@ -67,8 +67,8 @@ def messages(place: Place, codecs: list[str], numels: list[int], dtype: torch.dt
     rows = [torch.randn(place.world, n, generator=generator).to(place.device, dtype) for n in numels]
     outputs = [torch.empty(1, n, device=place.device, dtype=dtype) for n in numels]
     wholes = [torch.empty(place.world, n, device=place.device, dtype=dtype) for n in numels]
-    ScatterMessage(specs, rows[0], place.group, 1 / place.world).run(outputs, rows, 5)
-    GatherMessage(specs, rows[0], place.group).run(wholes, [row[:1].contiguous() for row in rows], 6)
+    RowMessage(specs, rows[0], place.group, 1 / place.world).run(outputs, rows, 5)
+    RowMessage(specs, rows[0], place.group).run(wholes, [row[:1].contiguous() for row in rows], 6)
     return [tensor.cpu() for tensor in (*outputs, *wholes)]
 
 

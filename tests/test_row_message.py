@@ -17,7 +17,7 @@ from test_nccl import OWN, Outputs, Place
 from test_programs import check_both
 from thinwire import codec, feedback
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.collectives.message import RowMessage
 
 
 class Kind(NamedTuple):
@@ -48,7 +48,7 @@ def row(kind: Kind, lane: int, source: int, target: int) -> Tensor:
 
 
 def scattered(group: Group, kind: Kind, steps: int = 1) -> list[Tensor]:
-    message = ScatterMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group, kind.scale)
+    message = RowMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group, kind.scale)
     world = group.size()
     for step in range(steps):
         inputs = [torch.stack([row(kind, i, group.rank(), r) for r in range(world)]) for i in range(len(kind.lanes))]
@@ -58,7 +58,7 @@ def scattered(group: Group, kind: Kind, steps: int = 1) -> list[Tensor]:
 
 
 def gathered(group: Group, kind: Kind, steps: int = 1) -> list[Tensor]:
-    message = GatherMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group)
+    message = RowMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group)
     for step in range(steps):
         outputs = [torch.full((group.size(), numel), math.nan, dtype=kind.dtype) for numel, _ in kind.lanes]
         message.run(outputs, [row(kind, i, group.rank(), 0) for i in range(len(kind.lanes))], step)
@@ -97,7 +97,7 @@ LONG = Kind((((1 << 19) + 128, "int8:block=128"), (5, "none")), scale=0.5)  # ch
 
 def long_rows(group: Group) -> tuple[int, int, float, bool]:
     """Chunks and bytes of a long sum, its largest error in steps of the codec, and whether a short lane is exact."""
-    message = ScatterMessage(LONG.specs, torch.empty(0), group, LONG.scale)
+    message = RowMessage(LONG.specs, torch.empty(0), group, LONG.scale)
     numels = [numel for numel, _ in LONG.lanes]
     inputs = [torch.stack([drawn(n, group.rank(), target) for target in range(2)]) for n in numels]
     outputs = [torch.empty(numel) for numel in numels]
@@ -166,8 +166,8 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     residuals = [feedback.LaneMemory(world * numel, torch.float32, CPU) for numel, _ in FED]
     heard: list[bool] = []
     carries = [feedback.Classic(memory, world, feedback.Gaps(())) for memory in residuals]
-    watched = [LaneWatch(carries[0], None, heard.append), LaneWatch(carries[1])]
-    message = ScatterMessage(specs, torch.empty(0), group, 1 / world)
+    watched = [(carries[0], None, heard.append), (carries[1], None, None)]
+    message = RowMessage(specs, torch.empty(0), group, 1 / world)
     totals = [torch.zeros(numel, dtype=torch.float64) for numel, _ in FED]
     kept = True
     for step in range(4):

@@ -216,5 +216,5 @@ def test_where_sums_would_be_encoded_again_it_is_refused(ranks: RankPool) -> Non
     for messages in ranks(2).run(refused):
         places = ("algorithm='two_phase'", "broadcast", "all_to_all_single", "a sum in two phases", "weights=")
         for place, message in zip(places, messages, strict=True):
-            assert "codec topk keeps the largest numbers alone, for sums that travel one_shot" in message, message
+            assert "codec topk sends only the largest numbers, which only one_shot sums support" in message, message
             assert place in message, message

@@ -6,7 +6,7 @@ ThinwireError
 │   └── PeerError        (RuntimeError)  another rank was lost, or failed, in the middle of a call
 ├── NonfiniteError       (ArithmeticError)  gradients with NaN or Inf, where on_nonfinite="raise" asks for it
 ├── CodecError           (ValueError)    a codec string, parameter or input tensor that no codec can serve
-├── QatError             (ValueError)    a model, quantiser, tensor or setting that thinwire.qat cannot serve
+├── QatError             (ValueError)    a model, quantizer, tensor or setting that thinwire.qat cannot serve
 │   ├── QatTypeError     (TypeError)     one of the wrong type
 │   └── QatStateError    (RuntimeError)  something that cannot be done now, or not at all
 ├── RecordError          (ValueError)    a benchmark record that is not one
@@ -33,7 +33,7 @@ class NonfiniteError(ThinwireError, ArithmeticError):
 
 
 class QatError(ThinwireError, ValueError):
-    """A model, a quantiser, a tensor or a setting is not usable for quantisation-aware training."""
+    """A model, a quantizer, a tensor or a setting is not usable for quantization-aware training."""
 
 
 class QatTypeError(QatError, TypeError):
@@ -41,7 +41,7 @@ class QatTypeError(QatError, TypeError):
 
 
 class QatStateError(QatError, RuntimeError):
-    """thinwire.qat cannot do this now (a quantiser without a scale, say), or not at all (a second derivative)."""
+    """thinwire.qat cannot do this now (a quantizer without a scale, say), or not at all (a second derivative)."""
 
 
 class RecordError(ThinwireError, ValueError):

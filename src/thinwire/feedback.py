@@ -8,8 +8,17 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 | classic | x + W * error | error = what was lost | the mean of what was read |
 | ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
 
-Both follow [Note: Feedback] in collectives/lane.py, whose `Carry` they are. To add a kind: a class with those
-methods, an entry in `KINDS`, and its formula here.
+Both follow [Note: Feedback] in collectives/lane.py, which calls, for every span of a lane:
+
+    message     out = what travels instead of x; they may share memory
+    owed        message minus x, if `keep` needs only what encoding loses of the sum; else None
+    sent        message = what `keep` needs, given what the other ranks read
+    reduced     total += scale * own, this rank's own message; own = what `keep_own` needs
+    keep        remember what `sent` left, or what was lost, if all ranks' numbers are finite
+    keep_own    remember what `reduced` left, given what all ranks read
+    result      x, the mean of what ranks sent, becomes the mean of their numbers
+
+To add a kind: a class with these methods, an entry in `KINDS`, and its formula here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +30,7 @@ from torch import Tensor
 from thinwire.errors import CodecError
 
 Span = tuple[int, int]  # elements begin <= i < end of a lane
-Fine = bool | Tensor
+Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU a tensor, so that the host does not wait
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -193,6 +202,7 @@ class EF21:
         self._mean.put(span, x, fine)
 
 
+Carry = Classic | EF21  # the feedback of a lane
 KINDS = ("classic", "ef21")
 ROW = "#"  # between the name of a parameter and the number of a row: its part there
 
@@ -309,7 +319,7 @@ class Memories:
 
     def carry(
         self, kind: str, pieces: Sequence[Piece], world: float, device: torch.device, rows: Sequence[Piece] = ()
-    ) -> Classic | EF21 | None:
+    ) -> Carry | None:
         """The feedback of a lane with the memories of its parameters; None where `kind` is "".
 
         rows: where a lane has a row per rank, the pieces of all rows, named by parameter and row.
@@ -349,7 +359,7 @@ class RowFeedback:
         self._numel = 0  # of the buffer, once it is known
         self._ledgers = {"residual": Ledger(dtype), "mean": Ledger()}
 
-    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Classic | EF21:
+    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
         """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
         if self._numel not in (0, numel):
             raise CodecError(

@@ -57,7 +57,7 @@ def all_reduce(
     `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call; None
     counts the calls of the group. Pass it under activation checkpointing, where a call is made again.
     """
-    return _all_reduce(x, _op_name(op), *_spelt(group, codec, backward_codec), algorithm, step)
+    return _all_reduce(x, _op_name(op), *_spelled(group, codec, backward_codec), algorithm, step)
 
 
 def all_gather(
@@ -71,7 +71,7 @@ def all_gather(
     step: int | None = None,
 ) -> Tensor:
     """The x of all ranks, in rank order along `dim`. All ranks pass the same shape."""
-    return _all_gather(x, dim, *_spelt(group, codec, backward_codec), algorithm, step)
+    return _all_gather(x, dim, *_spelled(group, codec, backward_codec), algorithm, step)
 
 
 def reduce_scatter(
@@ -86,7 +86,7 @@ def reduce_scatter(
     step: int | None = None,
 ) -> Tensor:
     """This rank's part of the sum or mean of all ranks' x, cut into equal parts along `dim`."""
-    return _reduce_scatter(x, _op_name(op), dim, *_spelt(group, codec, backward_codec), algorithm, step)
+    return _reduce_scatter(x, _op_name(op), dim, *_spelled(group, codec, backward_codec), algorithm, step)
 
 
 def all_to_all_single(
@@ -107,13 +107,13 @@ def all_to_all_single(
     """
     out_rows = None if output_split_sizes is None else list(output_split_sizes)
     in_rows = None if input_split_sizes is None else list(input_split_sizes)
-    return _all_to_all_single(x, out_rows, in_rows, *_spelt(group, codec, backward_codec), algorithm, step)
+    return _all_to_all_single(x, out_rows, in_rows, *_spelled(group, codec, backward_codec), algorithm, step)
 
 
 # Objects to strings, and back inside the ops. torch.compile traces the way there.
 
 
-def _spelt(group: groups.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
+def _spelled(group: groups.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
     name: str = groups.resolve(group).group_name
     forth = codec if isinstance(codec, str) else _text(codec)
     if backward_codec is None:

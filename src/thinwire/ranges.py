@@ -1,10 +1,11 @@
 """Ranges for torch.profiler: thinwire::encode, thinwire::wire (messages and waits for them), thinwire::recode,
 thinwire::decode.
 
-On gloo they are in a thread of thinwire's own, which torch.profiler leaves out unless it is told
+On gloo they are in a thread of thinwire's own, which torch.profiler includes only with
 `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,12 @@ from typing import Any, TypeVar
 from torch.autograd import profiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_NO_RANGE = contextlib.nullcontext()
+
+
+def range_of(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of that name, while a profiler looks on."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
 
 
 def ranged(name: str) -> Callable[[Function], Function]:

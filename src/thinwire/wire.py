@@ -59,7 +59,7 @@ class IntVariant(IntEnum):
 
 
 class LloydVariant(IntEnum):
-    """Whether the block of a Lloyd or trellis wire was rotated before it was quantised; byte 5 of the header."""
+    """Whether the block of a Lloyd or trellis wire was rotated before it was quantized; byte 5 of the header."""
 
     PLAIN = 0
     ROTATED = 1

@@ -17,19 +17,17 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.operations import Setting, VerbOperation
-from thinwire.collectives.pipeline import broken
-from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
-from thinwire.collectives.programs import Copying, Program
+from thinwire.collectives.pipeline import Setting, broken
+from thinwire.collectives.plan import CallPlan, Choose, PlanKey, plan_verb
 from thinwire.collectives.transport import lost_in
-from thinwire.collectives.work import Work
 from thinwire.errors import ThinwireError
 
 _PLAIN = (Tensor, nn.Parameter)
+_NO_PLAN = CallPlan("")  # of calls that are not planned here
 
 
 class Call:
-    """Compared with the other ranks' unless one like it was before; `anew`: in any case."""
+    """A call: compared with the other ranks' unless one like it was before or, with `anew`, in any case."""
 
     def __init__(
         self,
@@ -41,7 +39,7 @@ class Call:
         anew: bool = False,
     ) -> None:
         self.channel = channel
-        self.plan = plan
+        self.plan = plan or _NO_PLAN
         self.most = 0  # elements that one rank sends in an exchange that was compared
         with channel.lock:
             if channel.failure is not None:
@@ -61,39 +59,6 @@ class Call:
         mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
         return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
-
-    def start(
-        self,
-        program: Program,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        step: int | None,
-        async_op: bool,
-        written: int = 1,
-    ) -> Work | None:
-        """Run a program that writes the first `written` tensors; where one is not contiguous, on copies.
-
-        `outputs` are the caller's own, of which they are parts or other views.
-        """
-        number = self.channel.next_step() if step is None else check_step(step)
-        run = program if all(map(Tensor.is_contiguous, tensors)) else Copying(program, written)
-        first = not self.site.known
-        return self.channel.start(run, tensors, outputs, number, text=self.site.text, async_op=async_op, first=first)
-
-    def run(
-        self,
-        operation: VerbOperation,
-        outputs: Sequence[Tensor],
-        async_op: bool,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Work | None:
-        """What a verb returns: the work of the operation, or None once it is done."""
-        operation.copies_back(outputs, copies)
-        work = self.channel.run(operation, self.site, async_op=async_op)
-        if async_op or work is None:
-            return work
-        work.wait()
-        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,33 +101,39 @@ def known_call(
     return Call(channel, plan.text, plan)
 
 
-def remember(
-    call: Call, plan: CallPlan, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object
-) -> None:
+def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object) -> None:
     """From now on `known_call` finds the plan of calls like this one, unless all calls are compared."""
     channel = call.channel
     if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
         return
     if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
         key = verb, codec, algorithm, how, tensors[0].dtype, *[tensor.shape for tensor in tensors]
-        channel.remember(key, plan)
+        channel.remember(key, call.plan)
 
 
 def planned(
-    channel: Channel, key: PlanKey, decide: Callable[[Call], CallPlan], lengths: Lengths | None = None
-) -> tuple[Call, CallPlan]:
-    """A call and its plan: compared and decided the first time, looked up afterwards.
+    channel: Channel,
+    key: PlanKey,
+    trial: Trial,
+    shares: Sequence[int],
+    lengths: Lengths | None = None,
+    decide: Callable[[Choose], CallPlan] | None = None,
+) -> Call:
+    """A call with its plan: compared and decided the first time, looked up afterwards.
 
-    Ranks may measure together to decide; if one fails, the others raise its error too.
+    `trial` and `shares`: what is timed where the fastest algorithm is asked for. Ranks may measure together to
+    `decide`; if one fails, the others raise its error too.
     """
     text = str(key)
     plan = channel.plans.get(text)
     call = Call(channel, text, plan, lengths=lengths, anew=plan is None)
     if plan is not None:
-        return call, plan
+        return call
+    choose = fastest(channel, key.kind, key.dtype, call.most or key.numel(channel.world), trial, shares)
     try:
-        channel.plans[text] = plan = decide(call)
-        return call, plan
+        call.plan = plan_verb(key, channel.transport, choose, call.most) if decide is None else decide(choose)
+        channel.plans[text] = call.plan
+        return call
     except ThinwireError:  # the same on all ranks, or reported already
         raise
     except BaseException as error:
@@ -171,24 +142,3 @@ def planned(
             channel.failures.ended(error, call.site)
             raise
     raise channel.failures.ended(lost, call.site)
-
-
-def planned_verb(
-    channel: Channel,
-    key: PlanKey,
-    verb: str,
-    part: int,
-    numel: int,
-    trial: Trial,
-    shares: Sequence[int],
-    lengths: Lengths | None = None,
-) -> tuple[Call, CallPlan]:
-    """The same for a verb that moves `numel` elements, of which the largest part of a rank has `part`."""
-
-    def decide(call: Call) -> CallPlan:
-        most = call.most or numel
-        in_group = functools.partial(trial, group=channel.transport.group)
-        choose = fastest(channel, verb, key.dtype, most, in_group, shares)
-        return plan_verb(key, verb, part, most, channel.transport, choose)
-
-    return planned(channel, key, decide, lengths)

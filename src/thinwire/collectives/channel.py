@@ -1,12 +1,13 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
+import functools
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import groups, transport as transports
+from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
-from thinwire.collectives.pipeline import Line, Operation, Queued, ScratchRing, refuse, serve
+from thinwire.collectives.pipeline import Line, Operation, ScratchRing, refuse, serve
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.programs import Program, Staged
-from thinwire.collectives.transport import LostRankError, Tags, Transport
+from thinwire.collectives.programs import Program, copying, staged
+from thinwire.collectives.transport import Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
-from thinwire.collectives.workspaces import Workspace, Workspaces
+from thinwire.collectives.workspaces import CallerWorkspace, StreamWorkspace, Workspace
 from thinwire.errors import CollectiveError, PeerError
 
 _GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
@@ -51,12 +53,16 @@ class Channel:
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
-        self.workspaces = Workspaces(device) if self.transport.on_stream else None  # where programs run
-        self.stream = torch.cuda.Stream(device) if self.workspaces and device.type == "cuda" else None
+        on_stream = self.transport.on_stream
+        has_streams = on_stream and device.type == "cuda"
+        self.here = CallerWorkspace(device) if on_stream else None  # where blocking programs run
+        self._turns = (StreamWorkspace(device), StreamWorkspace(device)) if has_streams else ()  # asynchronous ones
+        self._turn = 0
+        self.stream = torch.cuda.Stream(device) if has_streams else None
         self.scratch = ScratchRing(device)
         self._steps = 0
         self._line = Line(self.scratch, self.failures)
-        self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._registered = all(link.is_registered for link in links)  # not if others than torch made the group
 
@@ -88,13 +94,28 @@ class Channel:
         bounded(self.known)[key] = plan
         return plan
 
-    def run(self, operation: Operation, site: CallSite, *, async_op: bool = True) -> Work | None:
-        """Run the operation of a call: in the line of the group or, on a GPU's stream, as a program."""
-        if self.workspaces is not None:
-            how: Any = {"text": site.text, "async_op": async_op, "ordered": True}
-            return self.start(Staged(operation), operation.memory(), operation.outputs, 0, **how)
-        work = Work(operation.outputs, self._line)
-        entry = Queued(operation, work, tuple(link.group for link in self.transports), site)
+    def run(
+        self,
+        operation: Operation,
+        site: CallSite,
+        outputs: Sequence[Tensor] | None = None,
+        async_op: bool = True,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Work | None:
+        """Run the operation of a call: in the line of the group or, on a GPU's stream, as a program.
+
+        `outputs`: the caller's own. `copies`: the (tensor, numbers) of those that are worked on elsewhere. Returns the
+        work, or None once it is done.
+        """
+        if outputs is not None:
+            operation.outputs = list(outputs)
+        operation.copies = copies
+        if self.here is not None:
+            program = functools.partial(staged, operation)
+            return self.start(program, operation.memory(), operation.outputs, 0, site, async_op, ordered=True)
+        operation.work = work = Work(operation.outputs, self._line)
+        operation.site = site
+        operation.groups = tuple(link.group for link in self.transports)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
             for tensor in operation.memory():  # whose owner may free it before the thread is done with it
@@ -102,49 +123,61 @@ class Channel:
         with self.lock:
             if self._thread is None:
                 self._start_thread()
-            self._inbox.put(entry)
+            self._inbox.put(operation)
         if self._line.failure is not None:  # the thread has ended, or will
             refuse(self._inbox, self._line.failure)
-        return work
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def start(
         self,
         program: Program,
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        step: int,
+        step: int | None,
+        site: CallSite,
+        async_op: bool = False,
         *,
-        text: str,
-        async_op: bool,
-        first: bool = False,
+        written: int = 1,
+        first: bool | None = None,
         ordered: bool = False,
     ) -> Work | None:
-        """Run the program of a call on contiguous tensors: on the caller's stream, or asynchronously on the group's.
+        """Run the program of a call: on the caller's stream, or asynchronously on one of the group's.
 
-        When it runs for the `first` time its kernels are compiled before, all at once. `ordered`: asynchronous calls
-        follow each other on one stream, as those need that add up what feedback and statistics share.
+        It writes the first `written` tensors, which are the caller's `outputs` or views of them; where a tensor is not
+        contiguous it runs on copies. When it runs for the `first` time (None: when the call is the first of its kind)
+        its kernels are compiled before, all at once. `ordered`: an operation as a program. Asynchronous ones follow
+        each other on one stream, as those need that add up what feedback and statistics share.
         """
-        assert self.workspaces is not None
-        if first and self.stream is not None:
-            self.compile(lambda space: program.run(space, tensors, step))
-        space = self.workspaces.next(ordered) if async_op else None
+        assert self.here is not None
+        number = self.next_step() if step is None else check_step(step)
+        if not ordered:
+            if not all(map(Tensor.is_contiguous, tensors)):
+                program = functools.partial(copying, program, written, ())
+            if self.stream is not None and (not site.known if first is None else first):
+                self._compile(program, tensors, number)
+        space = self._next_space(ordered) if async_op else None
         lost = None
         with self.lock:
             try:
                 if space is None:
-                    program.run(self.workspaces.here, tensors, step)
-                    self.settle(text)
+                    program(self.here, tensors, number)
+                    self.settle(site)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
-                        program.run(space, tensors, step)
+                        program(space, tensors, number)
                         work = StreamWork(list(outputs), stream)
-                        self.settle(text)
+                        self.settle(site)
             except BaseException as error:
-                lost = self.fail(error)
+                # It has sent what others wait to go on with: no other call may follow it.
+                self._failed = f"{type(error).__name__}: {error}"
+                lost = transports.lost_in(error)
                 if lost is None:
                     raise
-        if lost is not None:
-            raise self.ended(lost, text)
+        if lost is not None:  # not above: the other error holds tensors and groups
+            raise self.failures.ended(lost.with_traceback(None), site)
         for tensor in outputs:
             if not tensor.is_inference():  # autograd cannot see what a kernel writes through a pointer
                 torch.autograd.graph.increment_version(tensor)
@@ -152,29 +185,28 @@ class Channel:
             return work
         return Work(list(outputs)).finished() if async_op else None
 
-    def compile(self, run: Callable[[Workspace], None]) -> None:
+    def _next_space(self, first: bool) -> StreamWorkspace | None:
+        """The workspace of the next asynchronous call, or always the first one; None where there are no streams."""
+        self._turn = 0 if first else self._turn ^ 1
+        return self._turns[self._turn] if self._turns else None
+
+    def _compile(self, program: Program, tensors: Sequence[Tensor], step: int) -> None:
         """Compile the kernels of a program, all at once, before it first runs; in scratch that is not kept."""
         space = Workspace(self.device, silent=True)
         with kernels.compiling():
-            run(space)
+            program(space, tensors, step)
         space.release()
 
-    def settle(self, text: str) -> None:
+    def settle(self, site: CallSite) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
         if self.transport.blocking:
-            self.failures.attend(CallSite(self.calls, text), self.transport.settle)
+            self.failures.attend(site, self.transport.settle)
 
-    def fail(self, error: BaseException) -> LostRankError | None:
-        """A program that failed half-way has sent what others wait to go on with: no other call may follow it.
-
-        Where it failed because a rank was lost, that is returned: `ended` makes of it what is raised.
-        """
-        self._failed = f"{type(error).__name__}: {error}"
-        return transports.lost_in(error)
-
-    def ended(self, lost: LostRankError, text: str) -> BaseException:
-        """Not while the other error is handled, which holds tensors and groups."""
-        return self.failures.ended(lost.with_traceback(None), CallSite(self.calls, text))
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch held."""
+        spaces: Sequence[Workspace] = [] if self.here is None else [self.here, *self._turns]
+        return self.scratch.nbytes + sum(space.buffer.numel() for space in spaces)
 
     def _is_over(self) -> bool:
         """In the line's thread, which is idle: whether it ends, since the group was destroyed."""
@@ -202,7 +234,7 @@ class Channel:
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
         thread = threading.Thread(target=serve, args=(self._inbox, self._line, self._is_over), name=name, daemon=True)
-        _threads[thread] = _Served(self._inbox, self.transports)
+        _threads[thread] = self._inbox, self.transports
         thread.start()
         self._thread = thread
 
@@ -223,16 +255,11 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-_threads: "weakref.WeakKeyDictionary[threading.Thread, _Served]" = weakref.WeakKeyDictionary()
+# What ends the thread of a line, even if its channel and group are gone: None in its inbox, or closing its transports.
+_Ends = tuple["SimpleQueue[Operation | None]", tuple[Transport, ...]]
+_threads: "weakref.WeakKeyDictionary[threading.Thread, _Ends]" = weakref.WeakKeyDictionary()
 _of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one
 _lock = threading.Lock()
-
-
-class _Served(NamedTuple):
-    """What ends the thread of a line, whether or not its channel and its group are still there."""
-
-    inbox: "SimpleQueue[Queued | None]"  # None ends it
-    links: tuple[Transport, ...]  # closing them wakes it
 
 
 @atexit.register
@@ -242,15 +269,15 @@ def _end_threads() -> None:
     A daemon thread that returns from C++ then, or frees the last reference to a group, aborts the process. So every
     thread is joined here: operations under way have a moment to end, then their connections are closed.
     """
-    left = {thread: served for thread, served in _threads.items() if thread.is_alive()}
-    for served in left.values():
-        served.inbox.put(None)
+    left = {thread: ends for thread, ends in _threads.items() if thread.is_alive()}
+    for inbox, _ in left.values():
+        inbox.put(None)
     deadline = time.monotonic() + _GRACE_S
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
-    for thread, served in left.items():
+    for thread, (_, links) in left.items():
         if thread.is_alive():
-            for link in served.links:
+            for link in links:
                 link.close()
     for thread in left:
         thread.join(_END_S)

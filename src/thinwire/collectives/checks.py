@@ -147,12 +147,12 @@ def check_step(step: int) -> int:
 
 
 def check_recodes(codecs: Sequence[Codec], what: str) -> None:
-    """Raise where `what` is no place for codecs whose sums are not encoded again."""
+    """Raise if a codec cannot encode sums again, which `what` requires."""
     for codec in codecs:
         if not codec.recodes:
             raise CollectiveError(
-                f"codec {codec} keeps the largest numbers alone, for sums that travel one_shot: {what} takes others, "
-                "such as lloyd2"
+                f"codec {codec} sends only the largest numbers, which only one_shot sums support: {what} needs another "
+                "codec, such as lloyd2"
             )
 
 

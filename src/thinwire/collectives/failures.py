@@ -114,7 +114,7 @@ class Failures:
                 f"{self.timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
                 "compares all calls)"
             )
-        return f"{what}. Make a new group to go on"
+        return f"{what}. Create a new group to continue"
 
     def _named(self, lost: LostRankError) -> str:
         return self._others if lost.rank is None else f"rank {lost.rank}"

@@ -13,17 +13,17 @@ memory of x, which nobody needs while the wires travel.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
+from thinwire.feedback import Carry, Fine
 from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
-Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU a tensor, so that the host does not wait
 # Called with the span, the message and what its wire decodes to.
 Watch = Callable[[Span, Tensor, Tensor], None]
 
@@ -42,31 +42,6 @@ class Key(NamedTuple):
     def mixed(self) -> int:
         """What the steps of all shards are made of (hashing.row_step)."""
         return hashing.mix64(self.step) ^ (self.lane << 48 | self.chunk << 16)
-
-
-class Carry(Protocol):
-    """Feedback of a lane. Spans count the lane's elements; every shard is a span of its own, the same at every call."""
-
-    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """out = what travels instead of x. They may be the same memory."""
-
-    def owed(self, span: Span, x: Tensor, out: Tensor) -> Tensor | None:
-        """The message less `out`, which becomes x, if what it loses is all that `keep` needs; else None."""
-
-    def sent(self, message: Tensor, decoded: Tensor) -> None:
-        """message = what `keep` needs, where `decoded` is what the other ranks read."""
-
-    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * own, the rank's own message; own = what `keep_own` needs."""
-
-    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
-        """Remember what `sent` left, or what was lost, if `fine`."""
-
-    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
-        """Remember what `reduced` left, where `result` is what all ranks read, if `fine`."""
-
-    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
-        """x, the mean of what ranks sent, becomes the mean of their numbers."""
 
 
 def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:

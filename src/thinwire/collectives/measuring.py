@@ -54,7 +54,7 @@ def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
     """Measure messages of up to `nbytes` to every other rank, unless that has been done."""
     measured = channel.measured
     if not measured.exchange and all(member.rank == 0 for member in channel.transports):
-        log.announce("measuring the link of this group, about a second")
+        log.announce("measuring the link of this group (about a second)")
     calls = {"exchange": lambda size: _exchange(channel, size)}
     measured.exchange = _extended(channel, {"exchange": measured.exchange}, nbytes, calls)["exchange"]
     found = measured.link(channel.transport.world)

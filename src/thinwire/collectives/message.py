@@ -6,24 +6,25 @@ what they have for each rank; a gather gives every rank what all have. A row is 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives import operations, programs
+from thinwire.collectives import operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
 from thinwire.collectives.hierarchical import check_order, fewest_roundings
-from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch
+from thinwire.collectives.lane import Lane, LaneSpec, Watch
+from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan, rows_plan, sum_plan, with_scratch
 from thinwire.collectives.work import Work
+from thinwire.feedback import Carry, Fine
 from thinwire.kernels.rows import Bad
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
@@ -37,29 +38,16 @@ class Nodes(NamedTuple):
     inside: Codec  # inside a node, where a lane's own has not more bits
 
 
-@dataclass(frozen=True)
-class LaneWatch:
-    """Who watches a lane: its feedback, and what learns of its errors and of numbers that are not finite."""
-
-    carry: Carry | None = None
-    watch: Watch | None = None
-    checked: Callable[[Fine], None] | None = None
-
-
-class RowCarries(Protocol):
-    """What a call needs of thinwire.RowFeedback."""
-
-    kind: str
-
-    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
-        """The feedback of rows of `numel` elements in all, `part` each, whose sum is multiplied by `scale`."""
+# Of a lane: its feedback, what learns of its errors, and what learns whether a chunk is finite.
+Watched = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
+_UNWATCHED: Watched = (None, None, None)
 
 
 class _LaneMessage:
     """What sums and rows have in common: a plan, which the channel keeps for messages like this one."""
 
     def __init__(
-        self, channel: Channel, specs: Sequence[LaneSpec], plan: Callable[[], CallPlan], text: str, scale: float
+        self, channel: Channel, specs: Sequence[LaneSpec], plan: Callable[[], CallPlan], text: str, scale: float | None
     ) -> None:
         self.specs = tuple(specs)
         self.channel = channel
@@ -67,10 +55,7 @@ class _LaneMessage:
         key = text, self.specs, scale
         self._plan = channel.known.get(key) or channel.remember(key, plan())
 
-    @property
-    def program(self) -> Any:
-        """What runs the message on a stream of a GPU, unless lanes are watched; None where nothing does."""
-        return self._plan.program
+        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes are watched, or None
 
     @functools.cached_property
     def wire_bytes(self) -> int:
@@ -155,7 +140,7 @@ class Message(_LaneMessage):
             plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
         assert plan.reducer is not None
         operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
-        work = call.run(operation, outputs, True, copies)
+        work = call.channel.run(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
 
@@ -182,24 +167,24 @@ def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
     return spec._replace(codec=codec, first=codec, across=(spec.codec, spec.first))
 
 
-class _RowMessage(_LaneMessage):
-    """Rows, of which `numel` of a spec is the length, the same for every rank."""
+class RowMessage(_LaneMessage):
+    """Rows, of which `numel` of a spec is the length, the same for every rank.
 
-    def __init__(
-        self, verb: str, specs: Sequence[LaneSpec], like: Tensor, group: Group, text: str, scale: float = 1.0
-    ) -> None:
+    With a `scale` every rank gets scale * the sum over ranks of their rows for it; without one, every rank's row, as
+    decoded from its wire.
+    """
+
+    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, scale: float | None = None) -> None:
         channel = channel_of(group, like.device)
+        lanes = _described(specs, like.dtype)
+        text = f"gather({lanes})" if scale is None else f"scatter({lanes}, scale={scale:g})"
+        self.scale = scale
 
         def plan() -> CallPlan:
-            lanes = [spec._replace(dtype=like.dtype) for spec in specs]
-            return rows_plan(text, verb, lanes, channel.transport, scale=scale)
+            typed = [spec._replace(dtype=like.dtype) for spec in specs]
+            return rows_plan(text, typed, channel.transport, scale=scale)
 
         super().__init__(channel, specs, plan, text, scale)
-
-    @property
-    def on_stream(self) -> bool:
-        """Whether launches of its own run it on a stream of a GPU, unless lanes are watched."""
-        return self.program is not None
 
     @functools.cached_property
     def sent_bytes(self) -> int:
@@ -211,63 +196,44 @@ class _RowMessage(_LaneMessage):
         )
         return (self.channel.world - 1) * row
 
-    def _start(self, call: Call, program: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
-        tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        call.start(program, tensors, outputs, step, False, written=len(outputs))
-
-
-class ScatterMessage(_RowMessage):
-    """Sums of rows: every rank gets scale * the sum over ranks of their rows for it."""
-
-    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, scale: float) -> None:
-        self.scale = scale
-        text = f"scatter({_described(specs, like.dtype)}, scale={scale:g})"
-        super().__init__("reduce_scatter", specs, like, group, text, scale)
-
     def run(
         self,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         step: int,
-        watched: Sequence[LaneWatch] | None = None,
+        watched: Sequence[Watched] | None = None,
         note: Bad | None = None,
     ) -> None:
-        """By lane: a row for the sum, and the rows of all ranks; what has feedback is changed.
+        """By lane: a row for the sum, and the rows of all ranks, which are changed where there is feedback.
 
-        It returns when the outputs are there or, on a GPU, when the current stream will have them. `note`: where a
-        program notes numbers that are not finite.
+        Of a gather: the rows of all ranks, and the own one, which may be a part of them. It returns when the outputs
+        are there or, on a GPU, when the current stream will have them. `note`: where a program notes numbers that are
+        not finite.
         """
         call = Call(self.channel, self.text)
-        plan = self._plan
-        if plan.program is not None and watched is None:
-            program: Any = plan.program if note is None else programs.Noting(self.program, note)
-            self._start(call, program, outputs, inputs, step)
+        if self.program is None or watched is not None:
+            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, watched)
+            self.channel.run(operation, call.site, outputs, False)
             return
-        parts = zip(inputs, plan.cuts, plan.lanes, watched or [LaneWatch()] * len(inputs), strict=True)
-        lanes = [
-            Lane(Flat([x]), cut, lane.codec, lane.codec, seen.carry, seen.watch, seen.checked)
-            for x, cut, lane, seen in parts
-        ]
-        rows = [Flat([output]) for output in outputs]
-        operation = operations.ReduceScatter(call.setting(plan, step), lanes, rows, self.scale)
-        call.run(operation, outputs, False)
+        program = self.program if note is None else functools.partial(self.program, bad=note)
+        tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
+        self.channel.start(program, tensors, outputs, step, call.site, written=len(outputs))
 
 
-class GatherMessage(_RowMessage):
-    """Every rank's row, on every rank, as decoded from its wire."""
-
-    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group) -> None:
-        super().__init__("all_gather", specs, like, group, f"gather({_described(specs, like.dtype)})")
-
-    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
-        """By lane: the rows of all ranks, and the own one, which may be a part of them."""
-        call = Call(self.channel, self.text)
-        plan = self._plan
-        if plan.program is not None:
-            self._start(call, plan.program, outputs, inputs, step)
-            return
-        parts = zip(inputs, plan.cuts, plan.lanes, strict=True)
-        lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec) for x, cut, lane in parts]
-        rows_LW = [[Flat([row]) for row in output.view(self.channel.world, -1).unbind()] for output in outputs]
-        operation = operations.Gather(call.setting(plan, step), lanes, rows_LW)
-        call.run(operation, outputs, False)
+def row_operation(
+    call: Call,
+    plan: CallPlan,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    step: int | None,
+    scale: float | None,
+    watched: Sequence[Watched] | None = None,
+) -> Operation:
+    """The operation of a RowMessage, or of a verb with one lane."""
+    parts = zip(inputs, plan.cuts, plan.lanes, watched or [_UNWATCHED] * len(inputs), strict=True)
+    lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec, *seen) for x, cut, lane, seen in parts]
+    setting = call.setting(plan, step)
+    if scale is not None:
+        return operations.ReduceScatter(setting, lanes, [Flat([output]) for output in outputs], scale)
+    rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
+    return operations.Gather(setting, lanes, rows_LW)

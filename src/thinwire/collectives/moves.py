@@ -4,32 +4,21 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, groups, operations, programs, torch_verbs, transport
-from thinwire.collectives.call import Call, known_call, planned_verb, remember
+from thinwire.collectives import checks, groups, operations, programs, torch_verbs
+from thinwire.collectives.call import Call, known_call, planned, remember
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Lane
+from thinwire.collectives.message import row_operation
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, sized
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
-
-
-class RowCopies(Protocol):
-    """What thinwire.RowCopy is to a call."""
-
-    tensor: Tensor | None
-
-    def begin(self, gathered: Tensor) -> None:
-        """Remember what was gathered exactly."""
-
-    def add_to(self, gathered: Tensor) -> None:
-        """Make weights of differences, and remember them."""
+from thinwire.feedback import RowCopy
 
 
 def all_gather_into_tensor(
@@ -41,7 +30,7 @@ def all_gather_into_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
-    feedback: RowCopies | None = None,
+    feedback: RowCopy | None = None,
 ) -> Work | None:
     """output_tensor = the input_tensors of all ranks in rank order. All ranks decode them to the same bits.
 
@@ -54,40 +43,31 @@ def all_gather_into_tensor(
         return None
     given = (output_tensor, input_tensor)
     call = known_call("all_gather", given, group, step, codec, algorithm)
-    if call is not None and call.plan is not None:
-        return _gather(call, call.plan, given, output_tensor, async_op, step)
-    output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
-    channel = channel_of(groups.resolve(group), output.device)
-    world = channel.world
-    if output.numel() != world * input.numel():
-        raise CollectiveError(
-            f"all_gather_into_tensor: output must have {world} times the elements of input, "
-            f"got {output.numel()} and {input.numel()}"
-        )
-    codecs = checks.codecs_for(codec, output.shape)
-    key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
-    call, plan = planned_verb(
-        channel, key, "all_gather", input.numel(), output.numel(), all_gather_into_tensor, (world, 1)
-    )
-    remember(call, plan, "all_gather", given, codec, algorithm)
-    return _gather(call, plan, (output.detach(), input.detach()), output_tensor, async_op, step)
-
-
-def _gather(
-    call: Call, plan: CallPlan, given: Sequence[Tensor], result: Tensor, async_op: bool, step: int | None
-) -> Work | None:
     output, input = given
+    if call is None:
+        output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
+        channel = channel_of(groups.resolve(group), output.device)
+        world = channel.world
+        if output.numel() != world * input.numel():
+            raise CollectiveError(
+                f"all_gather_into_tensor: output must have {world} times the elements of input, "
+                f"got {output.numel()} and {input.numel()}"
+            )
+        codecs = checks.codecs_for(codec, output.shape)
+        key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
+        call = planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (world, 1))
+        remember(call, "all_gather", given, codec, algorithm)
+        output, input = output.detach(), input.detach()
+    plan = call.plan
     if plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
+        return call.channel.start(plan.program, (output, input), [output_tensor], step, call.site, async_op)
     if not plan.lanes:
-        return torch_verbs.all_gather(call, output, input, [result], async_op)
+        return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     input = torch_verbs.unstraddled(input, output, input)
     whole = output.contiguous()
-    lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
-    rows = [Flat([row]) for row in whole.view(call.channel.world, -1).unbind()]
-    operation = operations.Gather(call.setting(plan, step), [lane], [rows])
+    operation = row_operation(call, plan, [whole], [input], step, None)
     copies = () if output.is_contiguous() else ((output, whole),)
-    return call.run(operation, [result], async_op, copies)
+    return call.channel.run(operation, call.site, [output_tensor], async_op, copies)
 
 
 all_gather_single = all_gather_into_tensor
@@ -101,7 +81,7 @@ def _gather_differences(
     codec: str | Codec,
     algorithm: VerbAlgorithm,
     step: int | None,
-    feedback: RowCopies,
+    feedback: RowCopy,
 ) -> None:
     if async_op:
         raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
@@ -138,13 +118,13 @@ def all_gather(
             f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
-    trial = all_gather_into_tensor
-    call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial, (len(sizes), 1))
+    call = planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (len(sizes), 1))
+    plan = call.plan
     if not plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
     lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
     operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
-    return call.run(operation, tensor_list, async_op)
+    return call.channel.run(operation, call.site, tensor_list, async_op)
 
 
 def broadcast(
@@ -162,31 +142,25 @@ def broadcast(
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
-    given = (tensor,)
-    call = known_call("broadcast", given, group, step, codec, algorithm, src, group_src)
-    if call is not None and call.plan is not None:
-        return _broadcast(call, call.plan, given, tensor, async_op, step)
-    (part,) = checks.check_tensors(given, "broadcast", outputs=1, step=step)
-    channel = channel_of(groups.resolve(group), part.device)
-    source = _source(channel, src, group_src)
-    numel = part.numel()
-    key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
-    trial = functools.partial(broadcast, group_src=0)
-    call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial, (channel.world,))
-    remember(call, plan, "broadcast", given, codec, algorithm, src, group_src)
-    return _broadcast(call, plan, (part.detach(),), tensor, async_op, step)
-
-
-def _broadcast(
-    call: Call, plan: CallPlan, given: Sequence[Tensor], result: Tensor, async_op: bool, step: int | None
-) -> Work | None:
+    part = tensor
+    call = known_call("broadcast", (tensor,), group, step, codec, algorithm, src, group_src)
+    if call is None:
+        (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1, step=step)
+        channel = channel_of(groups.resolve(group), part.device)
+        source = _source(channel, src, group_src)
+        codecs = checks.codecs_for(codec, part.shape)
+        key = PlanKey("broadcast", (part.numel(),), part.dtype, codecs, algorithm, source=source)
+        call = planned(channel, key, functools.partial(broadcast, group=group, group_src=0), (channel.world,))
+        remember(call, "broadcast", (tensor,), codec, algorithm, src, group_src)
+        part = part.detach()
+    plan = call.plan
     assert plan.source is not None
     if plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
+        return call.channel.start(plan.program, (part,), [tensor], step, call.site, async_op)
     if not plan.lanes:
-        return torch_verbs.broadcast(call, given[0], plan.source, [result], async_op)
-    operation = operations.Broadcast(call.setting(plan, step), Flat(given), plan.source, plan.cuts[0])
-    return call.run(operation, [result], async_op)
+        return torch_verbs.broadcast(call, part, plan.source, [tensor], async_op)
+    operation = operations.Broadcast(call.setting(plan, step), Flat([part]), plan.source, plan.cuts[0])
+    return call.channel.run(operation, call.site, [tensor], async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -217,62 +191,47 @@ def all_to_all_single(
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
     """
-    given = (output, input)
     even = output_split_sizes is None and input_split_sizes is None
-    call = known_call("all_to_all", given, group, step, codec, algorithm) if even else None
-    if call is not None and call.plan is not None:
-        return _exchange(call, call.plan, given, None, output, async_op, step)
-    target, source = checks.check_tensors(given, "all_to_all_single", outputs=1, step=step)
-    channel = channel_of(groups.resolve(group), target.device)
-    world = channel.world
-    lengths = [
-        [rows * math.prod(tensor.shape[1:]) for rows in _splits(sizes, tensor, world, name)]
-        for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
-    ]
-    key = PlanKey(
-        "all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=tuple(source.shape[1:])
-    )
-    call, plan = _planned(channel, key, *lengths)
-    even = even and target.numel() == source.numel() > 0
+    target, source = output, input
+    call = known_call("all_to_all", (output, input), group, step, codec, algorithm) if even else None
+    if call is None:
+        target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
+        channel = channel_of(groups.resolve(group), target.device)
+        out, sent = (
+            [rows * math.prod(tensor.shape[1:]) for rows in _splits(sizes, tensor, channel.world, name)]
+            for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
+        )
+        row = tuple(source.shape[1:])
+        key = PlanKey("all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=row)
+        call = _planned(channel, key, group, out, sent)
+        even = even and target.numel() == source.numel() > 0
+        if even:
+            call.plan = _even_plan(channel, call.plan, source.numel() // channel.world)
+            remember(call, "all_to_all", (output, input), codec, algorithm)
+        target, source = target.detach(), source.detach()
     if even:
-        plan = _even_plan(channel, plan, source.numel() // world)
-        remember(call, plan, "all_to_all", given, codec, algorithm)
-    return _exchange(call, plan, (target.detach(), source.detach()), None if even else lengths, output, async_op, step)
-
-
-def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
-    """The plan of an exchange of equal parts of `numel` elements, which has launches of its own."""
-    if not isinstance(channel.transport, transport.RowTransport) or plan.program is None:
-        return plan
-    key = plan.text, numel
-    if key not in channel.known:
-        lane = plan.lanes[0]._replace(numel=numel)
-        channel.remember(key, replace(plan, lanes=[lane], program=programs.ExchangeProgram(channel.transport, lane)))
-    return channel.known[key]
-
-
-def _exchange(
-    call: Call,
-    plan: CallPlan,
-    given: Sequence[Tensor],
-    lengths: Sequence[list[int]] | None,  # of the parts of the output and of the input; None if all are equal
-    result: Tensor,
-    async_op: bool,
-    step: int | None,
-) -> Work | None:
-    target, source = given
-    if lengths is None and plan.program is not None:
-        return call.start(plan.program, given, [result], step, async_op)
-    world = call.channel.world
-    out, sent = lengths or [[source.numel() // world] * world] * 2
-    if not plan.lanes:
-        return torch_verbs.all_to_all(call, [target], [source], (out, sent), [result], async_op)
+        if call.plan.program is not None:
+            return call.channel.start(call.plan.program, (target, source), [output], step, call.site, async_op)
+        out = sent = [source.numel() // call.channel.world] * call.channel.world
+    if not call.plan.lanes:
+        return torch_verbs.all_to_all(call, [target], [source], (out, sent), [output], async_op)
     whole = target.contiguous()
     read = source.contiguous()
     if out != sent or source.data_ptr() != whole.data_ptr():  # else a part goes where one as long was
         read = torch_verbs.apart(whole, read)
     copies = () if target.is_contiguous() else ((target, whole),)
-    return _run(call, plan, whole.view(-1).split(out), read.view(-1).split(sent), step, [result], copies, async_op)
+    return _exchange(call, whole.view(-1).split(out), read.view(-1).split(sent), step, [output], copies, async_op)
+
+
+def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
+    """The plan of an exchange of equal parts of `numel` elements, which has launches of its own."""
+    if not channel.transport.on_stream or plan.program is None:
+        return plan
+    key = plan.text, numel
+    if key not in channel.known:
+        lane = plan.lanes[0]._replace(numel=numel)
+        channel.remember(key, replace(plan, lanes=[lane], program=programs.exchange_program(channel.transport, lane)))
+    return channel.known[key]
 
 
 def all_to_all(
@@ -303,10 +262,10 @@ def all_to_all(
         )
     key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
     received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
-    call, plan = _planned(channel, key, received, sent)
-    if not plan.lanes:
+    call = _planned(channel, key, group, received, sent)
+    if not call.plan.lanes:
         return torch_verbs.all_to_all(call, outputs, inputs, (received, sent), output_tensor_list, async_op)
-    return _run(call, plan, outputs, inputs, step, output_tensor_list, (), async_op)
+    return _exchange(call, outputs, inputs, step, output_tensor_list, (), async_op)
 
 
 def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
@@ -327,18 +286,17 @@ def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) 
     return listed
 
 
-def _planned(channel: Channel, key: PlanKey, received: list[int], sent: list[int]) -> tuple[Call, CallPlan]:
-    """The call and its plan. Ranks compare lengths at the first call alone; they change from call to call."""
+def _planned(channel: Channel, key: PlanKey, group: groups.Group, received: list[int], sent: list[int]) -> Call:
+    """The call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
     rank = channel.transport.rank
     if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
         raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
-    world = channel.world
-    return planned_verb(channel, key, "all_to_all", 0, 0, all_to_all_single, (world, world), (sent, received))
+    trial = functools.partial(all_to_all_single, group=group)
+    return planned(channel, key, trial, (channel.world, channel.world), (sent, received))
 
 
-def _run(
+def _exchange(
     call: Call,
-    plan: CallPlan,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     step: int | None,
@@ -346,10 +304,12 @@ def _run(
     copies: Sequence[tuple[Tensor, Tensor]],
     async_op: bool,
 ) -> Work | None:
+    """Exchange parts of any lengths; `results` are the caller's own, of which the outputs are parts or copies."""
+    plan = call.plan
     if plan.program is not None:
         tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
-        program = programs.Copying(plan.program, 0, copies) if copies else plan.program
-        return call.start(program, tensors, results, step, async_op, written=len(outputs))
+        program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
+        return call.channel.start(program, tensors, results, step, call.site, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]
@@ -357,4 +317,4 @@ def _run(
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     setting = call.setting(sized(plan, lengths), step)
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cuts[0].chunk)
-    return call.run(operation, results, async_op, copies)
+    return call.channel.run(operation, call.site, results, async_op, copies)

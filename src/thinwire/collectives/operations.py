@@ -7,68 +7,26 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, all_true, known_step
-from thinwire.collectives.pipeline import Operation
+from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, known_step
+from thinwire.collectives.pipeline import Operation, Setting
 from thinwire.collectives.sums import columns
-from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.collectives.transport import Stages, Waitable
+from thinwire.feedback import Fine
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
 
 
-@dataclass(frozen=True)
-class Setting:
-    link: Transport
-    codec: Codec
-    step: int
-    tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
-    chunk_bytes: int  # scratch of one chunk
-    scratch_bytes: int  # scratch of the operation
-
-
-class VerbOperation(Operation):
-    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
-        self._link = setting.link
-        self._codec = setting.codec
-        self._step = setting.step
-        self._tags = setting.tags
-        self.num_chunks = num_chunks
-        self.chunk_bytes = setting.chunk_bytes
-        self.scratch_bytes = setting.scratch_bytes
-        self._outputs = outputs
-        self._inputs = inputs
-        self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
-        self._copies: Sequence[tuple[Tensor, Tensor]] = ()
-
-    def copies_back(self, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """The caller's outputs, and (tensor, numbers) of those that were worked on elsewhere."""
-        self.outputs = list(outputs)
-        self._copies = copies
-
-    def memory(self) -> Sequence[Tensor]:
-        flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
-        return [*flats, *(numbers for _, numbers in self._copies)]
-
-    def finish(self) -> None:
-        """Copy the results to outputs that are not contiguous."""
-        for flat in self._outputs:
-            flat.finish()
-        for tensor, numbers in self._copies:
-            tensor.detach().copy_(numbers.view(tensor.shape))
-
-
-# Takes the times of a chunk's work, (place, began, ended): place 0 before its first message, 1 between two, -1 at last.
+# Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
 
 
-class AllReduce(VerbOperation):
+class AllReduce(Operation):
     """Sum every lane over the ranks, in place.
 
     [Note: In step] Chunks that wait more than twice are one chunk to the line. Each is a stage behind the one before
@@ -137,7 +95,7 @@ class AllReduce(VerbOperation):
             under_way = begun + left
 
 
-class ReduceScatter(VerbOperation):
+class ReduceScatter(Operation):
     """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
     A lane holds one row per rank, and its cut is of a row. If lanes have feedback, every
@@ -215,7 +173,7 @@ class ReduceScatter(VerbOperation):
         output.write(span, out)
 
 
-class Gather(VerbOperation):
+class Gather(Operation):
     """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
     Rows may have any lengths; the cut of a lane is that of the longest.
@@ -250,7 +208,7 @@ class Gather(VerbOperation):
                     lane.codec.decode(wires_WL[rank][at], out, step=known_step(keys[at].of(rank), out.device))
 
 
-class Exchange(VerbOperation):
+class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
@@ -289,7 +247,7 @@ class Exchange(VerbOperation):
         return [(r, desk.take(nbytes), spans[r]) for r, nbytes in zip(peers, sizes, strict=True)]
 
 
-class Broadcast(VerbOperation):
+class Broadcast(Operation):
     """flat = the source's numbers, which every rank, the source too, decodes from the source's wires.
 
     The source sends every other rank a share of the wires, and these pass their shares on: no link carries more than

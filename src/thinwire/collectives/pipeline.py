@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
+from thinwire.codecs import Codec
+from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, Flat, aligned
 from thinwire.collectives.failures import CallSite, Failures
-from thinwire.collectives.transport import Stages, Waitable, wait_for
+from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
@@ -34,25 +35,71 @@ from thinwire.ranges import ranged
 _IDLE_S = 1.0  # how often an idle line asks whether its group still exists
 
 
-class Operation:
-    """One call of a verb: what its chunks do, and how much scratch each of them needs."""
+@dataclass(frozen=True)
+class Setting:
+    """What every operation of a call needs to know."""
 
-    num_chunks: int
+    link: Transport
+    codec: Codec
+    step: int
+    tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
     chunk_bytes: int  # scratch of one chunk
     scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
+
+
+class Operation:
+    """One call of a verb: what its chunks do, how much scratch each of them needs, and who waits for it."""
+
     in_order: bool = False  # see [Note: No deadlock]
-    outputs: list[Tensor]
+    outputs: list[Tensor]  # the caller's own
+    copies: Sequence[tuple[Tensor, Tensor]] = ()  # at the end tensor = numbers, for what was worked on elsewhere
+    work: Work
+    site: CallSite
+    groups: tuple[dist.ProcessGroup, ...] = ()  # alive until the operation is done
+    started: int = 0  # chunks
+    ended: int = 0
+
+    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
+        self._link = setting.link
+        self._codec = setting.codec
+        self._step = setting.step
+        self._tags = setting.tags
+        self.num_chunks = num_chunks
+        self.chunk_bytes = setting.chunk_bytes
+        self.scratch_bytes = setting.scratch_bytes
+        self._outputs = outputs
+        self._inputs = inputs
+        self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
 
     def memory(self) -> Sequence[Tensor]:
         """Every tensor that is read or written, apart from scratch."""
-        return self.outputs
+        flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
+        return [*flats, *(numbers for _, numbers in self.copies)]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         """The coroutine of one chunk; the scratch of `desk` is its own until it ends."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Called once when all chunks are done."""
+        """Copy the results to outputs that are not contiguous; called once when all chunks are done."""
+        for flat in self._outputs:
+            flat.finish()
+        for tensor, numbers in self.copies:
+            tensor.detach().copy_(numbers.view(tensor.shape))
+
+    def end_if_done(self) -> None:
+        """Finish once the last chunk has ended."""
+        if self.ended == self.num_chunks and not self.work.is_ended:
+            with torch.inference_mode():
+                self.finish()
+            self.groups = ()
+            self.work.finished()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise the error in all who wait for the operation."""
+        self.groups = ()  # the error's traceback holds the operation, which would hold the group
+        if not self.work.is_ended:
+            self.work.failed(error)
 
 
 class ScratchRing:
@@ -107,32 +154,8 @@ class ScratchRing:
 
 
 @dataclass
-class Queued:
-    operation: Operation
-    work: Work
-    groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
-    site: CallSite
-    started: int = 0  # chunks
-    ended: int = 0
-
-    def end_if_done(self) -> None:
-        """Finish the operation once its last chunk has ended."""
-        if self.ended == self.operation.num_chunks and not self.work.is_ended:
-            with torch.inference_mode():
-                self.operation.finish()
-            self.groups = ()
-            self.work.finished()
-
-    def fail(self, error: BaseException) -> None:
-        """Raise the error in all who wait for the operation."""
-        self.groups = ()  # the error's traceback holds the entry, which would hold the group
-        if not self.work.is_ended:
-            self.work.failed(error)
-
-
-@dataclass
 class _Running:
-    entry: Queued
+    operation: Operation
     scratch: Tensor
     stages: Stages
     awaited: Sequence[Waitable] = ()
@@ -149,7 +172,7 @@ class Line:
         self.scratch = scratch
         self._failures = failures
         self._under_way: deque[_Running] = deque()
-        self.entry: Queued | None = None  # the one whose chunks are being started
+        self.entry: Operation | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
 
@@ -157,12 +180,12 @@ class Line:
     def idle(self) -> bool:
         return not self._under_way and self.entry is None
 
-    def enter(self, entry: Queued) -> None:
-        """Make `entry` the next whose chunks are started."""
+    def enter(self, operation: Operation) -> None:
+        """Make it the next whose chunks are started."""
         if self.failure is not None:
-            entry.work.failed(broken(self.failure))
+            operation.work.failed(broken(self.failure))
         else:
-            self.entry = entry
+            self.entry = operation
 
     def advance(self) -> None:
         """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
@@ -173,7 +196,18 @@ class Line:
                     return
                 self._current = running = self._under_way.popleft()
                 _wait(running.awaited)
-            self._resume(running)
+            try:
+                with torch.inference_mode():  # outputs may be inference tensors; the line's thread has no mode set
+                    running.awaited = next(running.stages)
+            except StopIteration:
+                self._end(running)
+            else:
+                first = running.waited == 0
+                running.waited += 1
+                if running.operation.in_order and not first:
+                    self._under_way.appendleft(running)
+                else:
+                    self._under_way.append(running)
         except BaseException as error:
             self._fail(error)
         finally:
@@ -181,65 +215,53 @@ class Line:
 
     def _new_chunk(self) -> _Running | None:
         """The next chunk of the operation whose turn it is, if there is one and scratch for it."""
-        entry = self.entry
-        if entry is None:
+        operation = self.entry
+        if operation is None:
             return None
-        operation = entry.operation
         scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
         if scratch is None:
             return None
-        self._current = _Running(entry, scratch, operation.chunk(entry.started, Desk(scratch)))
-        entry.started += 1
-        if entry.started >= operation.num_chunks:
+        self._current = _Running(operation, scratch, operation.chunk(operation.started, Desk(scratch)))
+        operation.started += 1
+        if operation.started >= operation.num_chunks:
             self.entry = None
         return self._current
 
-    def _resume(self, running: _Running) -> None:
-        try:
-            with torch.inference_mode():  # outputs may be inference tensors; the line's thread knows no mode of its own
-                running.awaited = next(running.stages)
-        except StopIteration:
-            self.scratch.give(running.scratch)
-            running.entry.ended += 1
-            running.entry.end_if_done()
-        else:
-            first = running.waited == 0
-            running.waited += 1
-            if running.entry.operation.in_order and not first:
-                self._under_way.appendleft(running)
-            else:
-                self._under_way.append(running)
+    def _end(self, running: _Running) -> None:
+        self.scratch.give(running.scratch)
+        running.operation.ended += 1
+        running.operation.end_if_done()
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still be under way: nothing can run on this group any more."""
         running = [*self._under_way, *([] if self._current is None else [self._current])]
-        entries = {id(chunk.entry): chunk.entry for chunk in running}
+        failed = {id(chunk.operation): chunk.operation for chunk in running}
         if self.entry is not None:
-            entries[id(self.entry)] = self.entry
+            failed[id(self.entry)] = self.entry
         self.entry = None
         self._under_way.clear()
-        raised = self._failures.ended(error, next(iter(entries.values())).site)
+        raised = self._failures.ended(error, next(iter(failed.values())).site)
         self.failure = f"{type(raised).__name__}: {raised}"
         self.scratch.release()
-        for entry in entries.values():
-            entry.fail(raised)
+        for operation in failed.values():
+            operation.fail(raised)
 
 
 def broken(cause: str) -> CollectiveError:
     """What every call gets after one has failed half-way."""
-    return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
+    return CollectiveError(f"an earlier collective of this group failed ({cause}); create a new group to continue")
 
 
-def refuse(inbox: "SimpleQueue[Queued | None]", cause: str) -> None:
+def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
     """Fail all operations that a line which has failed did not come to."""
     with contextlib.suppress(Empty):
         while True:
-            entry = inbox.get(block=False)
-            if entry is not None:
-                entry.fail(broken(cause))
+            operation = inbox.get(block=False)
+            if operation is not None:
+                operation.fail(broken(cause))
 
 
-def serve(inbox: "SimpleQueue[Queued | None]", line: Line, is_over: Callable[[], bool]) -> None:
+def serve(inbox: "SimpleQueue[Operation | None]", line: Line, is_over: Callable[[], bool]) -> None:
     """The thread of a line, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
     if line.scratch.device.type == "cuda":
         torch.cuda.set_device(line.scratch.device)
@@ -248,11 +270,11 @@ def serve(inbox: "SimpleQueue[Queued | None]", line: Line, is_over: Callable[[],
     while not (closing and line.idle):
         if line.entry is None and not closing:
             try:
-                entry = inbox.get(block=line.idle, timeout=_IDLE_S)
-                closing = entry is None
-                if entry is not None:
-                    line.enter(entry)
-                del entry
+                operation = inbox.get(block=line.idle, timeout=_IDLE_S)
+                closing = operation is None
+                if operation is not None:
+                    line.enter(operation)
+                del operation
             except Empty:
                 if line.idle and is_over():
                     return

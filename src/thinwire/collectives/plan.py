@@ -3,10 +3,11 @@
 All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorithm, world and measured times.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reduce
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.operations import NOTE_BYTES
 from thinwire.collectives.programs import Program
-from thinwire.collectives.transport import RowTransport, Transport
+from thinwire.collectives.transport import Transport
 from thinwire.errors import CollectiveError
 
 SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
@@ -30,6 +31,14 @@ _GLOO_DTYPES = (  # that all of its verbs take
     *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
+
+
+_KINDS = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 
 class PlanKey(NamedTuple):
@@ -56,6 +65,15 @@ class PlanKey(NamedTuple):
             f"algorithm={self.algorithm}",
         ]
         return f"{self.verb}({', '.join(part for part in parts if part)})"
+
+    @property
+    def kind(self) -> str:
+        """The verb by which times are measured: variants of it take as long."""
+        return _KINDS.get(self.verb, self.verb)
+
+    def numel(self, world: int) -> int:
+        """Elements of the message of all ranks; 0 where a rank knows only its own."""
+        return sum(self.lengths) * (world if self.verb == "all_gather_into_tensor" else 1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,10 @@ def sum_plan(
     text: str, lanes: Sequence[LaneSpec], links: Sequence[Transport], algorithm: str, scale: float
 ) -> CallPlan:
     """The plan of a sum of lanes on a group, or on a mesh of nodes (two links: across, inside)."""
-    cuts = [_sum_cut(lane, links, algorithm) for lane in lanes]
+    shards = links[-1].world  # for the ranks of a group or of a node
+    held = shards if algorithm == "one_shot" else 2
+    wires = [lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes]
+    cuts = [_cut(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
     reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
     plan = CallPlan(text, lanes, cuts, reducer=reducer, program=_sum_program(links, algorithm, lanes, cuts, scale))
     return with_scratch(plan, (False,) * len(lanes))
@@ -110,12 +131,13 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
-def _sum_cut(lane: LaneSpec, links: Sequence[Transport], algorithm: str) -> Cut:
-    """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
-    wire = lane.codec.wire_bytes(lane.numel, lane.encoded)
-    shards = links[-1].world
+def _cut(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> Cut:
+    """The chunks of a lane that takes `wire` bytes in all, each of which falls into `shards` shards.
+
+    `held`: the wires that the scratch of a chunk holds on a stream.
+    """
     if links[0].on_stream:
-        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, shards if algorithm == "one_shot" else 2)
+        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, held)
     return chunks.cut(lane.numel, wire, math.prod(link.world for link in links), shards, lane.codec.unit)
 
 
@@ -123,7 +145,7 @@ def _sum_program(
     links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
 ) -> programs.SumProgram | None:
     """The program of a sum on a stream of a GPU; None where there is none."""
-    if not all(isinstance(link, RowTransport) for link in links) or not all(lane.numel for lane in lanes):
+    if not all(link.on_stream for link in links) or not all(lane.numel for lane in lanes):
         return None
     for lane in lanes:
         codecs = {lane.codec, lane.first, *(lane.across or ())}
@@ -132,17 +154,17 @@ def _sum_program(
             return None
         if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
             return None  # sums in fp32 of numbers that travel as they are
-    return programs.SumProgram([cast(RowTransport, link) for link in links], algorithm, lanes, cuts, scale)
+    return programs.SumProgram(links, algorithm, lanes, cuts, scale)
 
 
 def rows_plan(
-    text: str, verb: str, lanes: Sequence[LaneSpec], link: Transport, *, total: int = 0, scale: float = 1.0
+    text: str, lanes: Sequence[LaneSpec], link: Transport, *, total: int = 0, scale: float | None = None
 ) -> CallPlan:
-    """The plan of a reduce_scatter or all_gather of lanes, whose `numel` is that of the longest row of a rank.
+    """The plan of a gather or, with a `scale`, a scatter of lanes, whose `numel` is that of a rank's longest row.
 
     `total`: the elements of all rows, where they are not all as long.
     """
-    held = 2 if verb == "reduce_scatter" else 1  # matrices of wires in a chunk's scratch
+    held = 1 if scale is None else 2  # matrices of wires in a chunk's scratch
     cuts = []
     wire = 0
     chunk_wire = 0
@@ -150,7 +172,7 @@ def rows_plan(
     for lane in lanes:
         rows = max(1, -(-(total or link.world * lane.numel) // max(lane.numel, 1)))
         whole = rows * lane.codec.wire_bytes(lane.numel, lane.encoded)
-        cuts.append(_rows_cut(lane, whole, link))
+        cuts.append(_cut(lane, whole, [link]))
         numel = min(cuts[-1].chunk, lane.numel)
         wire += whole
         chunk_wire += link.world * lane.codec.wire_bytes(numel, lane.encoded)
@@ -158,18 +180,11 @@ def rows_plan(
     chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(cut.num_chunks for cut in cuts))
     plan = CallPlan(text, lanes, cuts, chunk_bytes, limit)
-    if not isinstance(link, RowTransport) or total or not all(map(_has_rows, lanes, cuts)):
+    if not link.on_stream or total or not all(map(_has_rows, lanes, cuts)):
         return plan
-    if verb == "reduce_scatter":
-        return replace(plan, program=programs.ScatterProgram(link, lanes, scale))
-    return replace(plan, program=programs.GatherProgram(link, lanes))
-
-
-def _rows_cut(lane: LaneSpec, wire: int, link: Transport, shards: int = 1) -> Cut:
-    """The chunks of a rank's part, where the parts of all ranks take `wire` bytes."""
-    if link.on_stream:
-        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit)
-    return chunks.cut(lane.numel, wire, link.world, shards, lane.codec.unit)
+    if scale is None:
+        return replace(plan, program=programs.gather_program(link, lanes))
+    return replace(plan, program=programs.scatter_program(link, lanes, scale))
 
 
 def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
@@ -181,13 +196,13 @@ def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
 def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> CallPlan:
     count = link.world - 1
     wire = lane.codec.wire_bytes(lane.numel, lane.dtype)
-    cut = _rows_cut(lane, wire, link, count)
+    cut = _cut(lane, wire, [link], count)
     parts = chunks.shards(Span(0, min(cut.chunk, lane.numel)), count, lane.codec.unit)
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)
     program = None
-    if isinstance(link, RowTransport) and _has_rows(lane, cut):
-        program = programs.BroadcastProgram(link, lane, source)
+    if link.on_stream and _has_rows(lane, cut):
+        program = programs.broadcast_program(link, lane, source)
     return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
 
 
@@ -201,11 +216,11 @@ def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> Call
     on_mesh = len(links) == 2
     if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
         raise CollectiveError(
-            "algorithm='hierarchical' goes with a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' with a group"
+            "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
         )
     if len(key.codecs) == 2 and not on_mesh:
         pair = tuple(map(str, key.codecs))
-        raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
+        raise CollectiveError(f"a pair of codecs requires algorithm='hierarchical', got {pair} for {key.algorithm!r}")
     codecs = _named(key, numel)
     assert key.reduction is not None
     plain = CallPlan(str(key), reduction=key.reduction)
@@ -230,9 +245,10 @@ def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
     return ("plain", "one_shot", "two_phase") if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
 
 
-def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, choose: Choose) -> CallPlan:
-    """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
+def plan_verb(key: PlanKey, link: Transport, choose: Choose, most: int) -> CallPlan:
+    """Decide how a verb moves its elements, `most` in all where a rank knows only its own."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
+    numel = key.numel(link.world) or most
     codecs = _named(key, numel)
     plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
     if link.world == 1:
@@ -240,18 +256,18 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, c
     if _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
         _check_torch_takes(key.dtype, [link])
         return plain
-    if verb in ("broadcast", "all_to_all"):
+    if key.kind in ("broadcast", "all_to_all"):
         check_recodes(codecs, key.verb)
-    lane = LaneSpec(part, codecs[0], codecs[0], dtype=key.dtype)
-    if verb == "broadcast":
+    longest = max(key.lengths, default=0) // (link.world if key.kind == "reduce_scatter" else 1)
+    lane = LaneSpec(longest, codecs[0], codecs[0], dtype=key.dtype)
+    if key.kind == "broadcast":
         assert key.source is not None
         plan = _broadcast_plan(plain.text, lane, link, key.source)
-    elif verb == "all_to_all":
+    elif key.kind == "all_to_all":
         plan = _exchange_plan(plain.text, lane, link)
     else:
-        scale = 1.0 if key.reduction is None else key.reduction.scale(link.world)
-        total = numel if key.verb == "all_gather" else 0
-        plan = rows_plan(plain.text, verb, [lane], link, total=total, scale=scale)
+        scale = None if key.reduction is None else key.reduction.scale(link.world)
+        plan = rows_plan(plain.text, [lane], link, total=numel if key.verb == "all_gather" else 0, scale=scale)
     return replace(plan, reduction=key.reduction, source=key.source)
 
 
@@ -259,9 +275,9 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
     """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
     cut = Cut(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
-    program = None
-    if isinstance(link, RowTransport) and programs.fits(lane.codec, lane.dtype):
-        program = programs.UnevenExchange(link, lane.codec)
+    program: Program | None = None
+    if link.on_stream and programs.fits(lane.codec, lane.dtype):
+        program = functools.partial(programs.exchange_uneven, link, lane.codec)
     return CallPlan(text, [lane], [cut], program=program)
 
 

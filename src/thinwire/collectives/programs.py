@@ -4,15 +4,15 @@
 whatever the number of ranks: all shards of a tensor are one launch (kernels/rows.py), and travel in one collective as
 rows that are padded to the longest shard's wire, the own row too. A sum in two phases is three kernels per lane and two
 messages; a sum in one phase, and every other verb, two kernels and one message. Nothing waits, and nothing is allocated
-but where tensors do not lie in one piece.
+except for non-contiguous tensors.
 The bytes are those that the operations of operations.py make of the same shards.
 
 Legend: W ranks, `stride` bytes from one row to the next.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.transport import Member, RowTransport, wait_for
+from thinwire.collectives.transport import Transport, wait_for
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
@@ -34,11 +34,9 @@ MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has o
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Program(Protocol):
-    """A series of launches on the tensors of one call."""
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """Start them on the current stream, which owns the scratch of `space`; in a silent one send nothing."""
+# Starts a series of launches on the tensors of a call, at a step: on the current stream, which owns the scratch of the
+# workspace. In a silent workspace it sends nothing.
+Program = Callable[[Workspace, Sequence[Tensor], int], None]
 
 
 def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
@@ -61,57 +59,46 @@ def _job(codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride
     return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
 
 
-@dataclass(frozen=True)
-class Copying:
-    """A program on copies of tensors that do not lie in one piece; the first `written` go back.
+def copying(
+    program: Program,
+    written: int,
+    copies: Sequence[tuple[Tensor, Tensor]],
+    space: Workspace,
+    tensors: Sequence[Tensor],
+    step: int,
+) -> None:
+    """A program on copies of non-contiguous tensors; the first `written` are copied back.
 
     Then tensor = numbers for the (tensor, numbers) of `copies`.
     """
-
-    program: Program
-    written: int
-    copies: Sequence[tuple[Tensor, Tensor]] = ()
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        pieces = [tensor.contiguous() for tensor in tensors]
-        self.program.run(space, pieces, step)
-        for tensor, piece in zip(tensors[: self.written], pieces, strict=False):
-            if piece is not tensor:
-                tensor.copy_(piece)
-        for tensor, numbers in self.copies:
-            tensor.detach().copy_(numbers.view(tensor.shape))
+    pieces = [tensor.contiguous() for tensor in tensors]
+    program(space, pieces, step)
+    for tensor, piece in zip(tensors[:written], pieces, strict=False):
+        if piece is not tensor:
+            tensor.copy_(piece)
+    for tensor, numbers in copies:
+        tensor.detach().copy_(numbers.view(tensor.shape))
 
 
-@dataclass(frozen=True)
-class Coalesced:
-    """Runs a program of one tensor on several: they are copied into one row, and back."""
-
-    program: Program
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        row = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.program.run(space, [row], step)
-        parts = row.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """A program of one tensor on several: they are copied into one row, and back."""
+    row = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    program(space, [row], step)
+    parts = row.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
-@dataclass(frozen=True)
-class Staged:
-    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream."""
+def staged(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream.
 
-    operation: Operation
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program. Waiting for a message makes the stream wait, never the host."""
-        operation = self.operation
-        buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
-        with torch.inference_mode():  # outputs may be inference tensors
-            for index in range(operation.num_chunks):
-                for awaited in operation.chunk(index, chunks.Desk(buffer)):
-                    wait_for(awaited)
-            operation.finish()
+    Waiting for a message makes the stream wait, never the host.
+    """
+    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+    with torch.inference_mode():  # outputs may be inference tensors
+        for index in range(operation.num_chunks):
+            for awaited in operation.chunk(index, chunks.Desk(buffer)):
+                wait_for(awaited)
+        operation.finish()
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -131,7 +118,7 @@ class _Views:
 
 
 def _cut_rows(
-    buffer: Tensor, link: RowTransport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int
+    link: Transport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
 ) -> _Views:
     """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
     stride = sum(sizes)
@@ -149,7 +136,7 @@ def _cut_rows(
 class SumKernels:
     """The launches of a lane on the rank at `link`."""
 
-    def __init__(self, lane: LaneSpec, link: Member, scale: float, stride: int, *, two_phase: bool) -> None:
+    def __init__(self, lane: LaneSpec, link: Transport, scale: float, stride: int, *, two_phase: bool) -> None:
         world = link.world
         self.lane = lane
         self.shape = lane_rows(lane, world, two_phase=two_phase)
@@ -186,7 +173,7 @@ class SumChunk:
     """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
 
     def __init__(
-        self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
+        self, link: Transport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
     ) -> None:
         self._link = link
         self._two_phase = two_phase
@@ -199,8 +186,8 @@ class SumChunk:
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
-        lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
-        self.scratch = Region(self._matrices + lefts, self._cut, begin)
+        self._floats = [lane.left_bytes for lane in self._lanes]
+        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._cut, begin)
 
     def run(
         self,
@@ -220,25 +207,32 @@ class SumChunk:
         if self._two_phase:
             if not space.silent:
                 link.all_to_all(views.came, views.sent)
-            for i, lane in enumerate(self._lanes):
-                if lane.recode is not None:
-                    lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
+            self._reduce(space, views, xs, mixed, kept)
         if not space.silent:
             link.all_gather(views.sent, views.own)
         if bad is not None:
-            for scan, wires in self._scans(views):
-                scan(wires, bad)
+            for lane, wires in zip(self._lanes, views.sent_L, strict=True):
+                if lane.scan is not None:
+                    lane.scan(wires, bad)
         for i in self._last_first:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
 
-    def _scans(self, views: _Views) -> list[tuple[rows.Scan, Tensor]]:
-        pairs = zip(self._lanes, views.sent_L, strict=True)
-        return [(lane.scan, wires) for lane, wires in pairs if lane.scan is not None]
+    def _reduce(
+        self,
+        space: Workspace,
+        views: _Views,
+        xs: Sequence[Tensor],
+        mixed: Sequence[int],
+        kept: Sequence[Memory | None],
+    ) -> None:
+        """Write the wire of the own shard's sum, of every lane."""
+        for i, lane in enumerate(self._lanes):
+            if lane.recode is not None:
+                lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
 
     def _cut(self, buffer: Tensor) -> _Views:
         owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        lefts = [lane.left_bytes for lane in self._lanes]
-        return _cut_rows(buffer, self._link, self._sizes, owns, lefts, 2 if self._two_phase else 1)
+        return _cut_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -249,102 +243,68 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
     ]
 
 
-class NodesChunk:
-    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
+class NodesChunk(SumChunk):
+    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py.
 
-    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
+    There is no feedback. The scale is applied across nodes.
+    """
+
+    def __init__(self, links: Sequence[Transport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
         across, inside = links
+        super().__init__(inside, lanes, 1.0, two_phase=True)
         self._chunk = chunk
-        self._inside = inside
         self._scale = scale
-        world = inside.world
-        shapes = [lane_rows(lane, world, two_phase=True) for lane in lanes]
-        self._sizes = [lane.codec.wire_bytes(shape.each, lane.dtype) for lane, shape in zip(lanes, shapes, strict=True)]
-        self._stride = sum(self._sizes)
-        pairs = list(zip(lanes, shapes, strict=True))
-        self._jobs = [_job(lane.codec, shape, lane, inside.device, self._stride) for lane, shape in pairs]
-        self._owns = [shape.span(inside.rank)[1] - shape.span(inside.rank)[0] for shape in shapes]
-        self._encodes = [rows.encoder(job) for job in self._jobs]
-        self._decodes = [rows.decoder(job) for job in self._jobs]
-        self._filled = [i for i, numel in enumerate(self._owns) if numel]
-        own_jobs = [replace(job, rows=Rows(n, n, 1)) for job, n in zip(self._jobs, self._owns, strict=True)]
-        self._adds = {i: rows.decoder(own_jobs[i], world=world) for i in self._filled}
-        self._puts = {i: rows.encoder(own_jobs[i], by_row=0, first_row=inside.rank) for i in self._filled}
-        self._lanes = lanes
-        totals = sum(aligned(4 * numel) for numel in self._owns)
-        nbytes = 2 * world * self._stride + totals
+        spans = [lane.shape.span(inside.rank) for lane in self._lanes]
+        owns = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
+        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in owns.items()}
+        self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
+        self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
+        self._floats = [4 * (end - begin) for begin, end in spans]  # the sums of the own shards inside a node
         self._outer: SumChunk | None = None
-        end = nbytes
-        if self._filled and across.world > 1:
-            outer = [_outer_lane(lanes[i], self._owns[i]) for i in self._filled]
+        end = self._matrices + sum(map(aligned, self._floats))
+        if owns and across.world > 1:
+            codecs = {i: lanes[i].across or (lanes[i].codec, lanes[i].codec) for i in owns}
+            outer = [LaneSpec(numel, *codecs[i]) for i, numel in owns.items()]
             phases = fewest_roundings(across.world) == "two_phase"
-            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=nbytes)
+            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
         self.scratch = Region(end, self._cut)
 
-    def run(
+    def _reduce(
         self,
         space: Workspace,
+        views: _Views,
         xs: Sequence[Tensor],
         mixed: Sequence[int],
-        memories: Sequence[Memory | None] | None = None,
-        bad: Bad | None = None,
+        kept: Sequence[Memory | None],
     ) -> None:
-        """x = scale * sum of x over the ranks of all nodes; there is no feedback."""
-        views = self.scratch.views(space)
-        for i, encode in enumerate(self._encodes):
-            encode(xs[i], views.sent_L[i], mixed[i], None)
-        if not space.silent:
-            self._inside.all_to_all(views.came, views.sent)
+        """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         for i, add in self._adds.items():
             add(views.came_L[i], views.floats_L[i], None, None)
-        self._add_nodes(space, mixed, views)
-        for i, put in self._puts.items():
-            lane = self._lanes[i]
-            total = fitted(views.floats_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
-            put(total, views.own_L[i], mixed[i], None)
-        if not space.silent:
-            self._inside.all_gather(views.sent, views.own)
-        for i, decode in enumerate(self._decodes):
-            decode(views.sent_L[i], xs[i], None, bad)
-
-    def _add_nodes(self, space: Workspace, mixed: Sequence[Any], views: _Views) -> None:
-        """Sum the own shards over the nodes; the step is the shard's key."""
-        totals = [views.floats_L[i] for i in self._filled]
+        totals = {i: views.floats_L[i] for i in self._adds}
         if self._outer is None:
-            for total in totals:
+            for total in totals.values():
                 total.mul_(self._scale)
-            return
-        steps = [hashing.row_step(mixed[i], self._inside.rank) for i in self._filled]
-        self._outer.run(space, totals, [Key(step, self._chunk).mixed() for step in steps])
-
-    def _cut(self, buffer: Tensor) -> _Views:
-        owns = [job.layout(self._inside.rank).nbytes for job in self._jobs]
-        totals = [4 * numel for numel in self._owns]  # the sums of the own shards inside a node
-        return _cut_rows(buffer, self._inside, self._sizes, owns, totals, 2)
-
-
-def _outer_lane(lane: LaneSpec, numel: int) -> LaneSpec:
-    codec, first = lane.across or (lane.codec, lane.codec)
-    return LaneSpec(numel, codec, first)
+        else:
+            steps = [hashing.row_step(mixed[i], self._link.rank) for i in totals]
+            self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
+        for i, put in self._puts.items():
+            lane = self._lanes[i].lane
+            total = fitted(totals[i], lane.dtype, (lane.across or (lane.codec,))[0])
+            put(total, views.own_L[i], mixed[i], None)
 
 
 class SumProgram:
     """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
 
     def __init__(
-        self,
-        links: Sequence[RowTransport],
-        algorithm: str,
-        lanes: Sequence[LaneSpec],
-        cuts: Sequence[Cut],
-        scale: float,
+        self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
     ) -> None:
         self._cuts = cuts
         self.count = max(cut.num_chunks for cut in cuts)
         # The lanes that have anything in a chunk, and their sum.
-        self._chunks: list[tuple[list[int], SumChunk | NodesChunk]] = []
-        made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}  # chunks of the same lengths have the same
+        self._chunks: list[tuple[list[int], SumChunk]] = []
+        made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
         for index in range(self.count):
             lengths = tuple(cut.span(index).numel for cut in cuts)
             some = [i for i, numel in enumerate(lengths) if numel]
@@ -357,22 +317,16 @@ class SumProgram:
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
 
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        self.run_lanes(space, tensors, hashing.mix64(step))
-
-    def run_lanes(
+    def __call__(
         self,
         space: Workspace,
         xs: Sequence[Tensor],
-        mixed: int,
+        step: int,
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
-        """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite.
-
-        mixed: mix64 of the step.
-        """
+        """See Program; with the memories of lanes, and a place to note which of `count` chunks are not finite."""
+        mixed = hashing.mix64(step)
         if self.count == 1:
             self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
             return
@@ -397,168 +351,125 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 # --- other verbs: one message -----------------------------------------------------------------------------------------
 
 
-class _RowLanes:
-    """Lanes of rows, one row per rank; the wires for one rank lie side by side. `numel` of a lane is that of a row."""
+class RowProgram:
+    """(*outputs, *inputs), one of each per lane: encode the inputs, send one message, decode the outputs.
 
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
-        self._link = link
-        self._sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
-        self._stride = sum(self._sizes)
-        self._matrix = link.world * self._stride
-        self._starts = [sum(self._sizes[:i]) for i in range(len(lanes))]
-        one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
-        every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
-        self._one = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in one]
-        self._all = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in every]
-        self._places = [lane << 48 for lane in range(len(lanes))]
+    `move` sends the scratch's sent rows and receives those that come. With `keeps_own` the output's own row is the
+    input's; one tensor alone is input and output.
+    """
 
-    def _lanes_of(self, matrix: Tensor) -> list[Tensor]:
-        """Each lane's part of a matrix of rows."""
-        return [matrix[start:] for start in self._starts]
+    def __init__(
+        self,
+        scratch: Region[_Views],
+        encodes: Sequence[rows.Encode],
+        move: Callable[[Tensor, Tensor], None],
+        decodes: Sequence[rows.Decode],
+        *,
+        in_place: bool = False,
+        keeps_own: bool = False,
+    ) -> None:
+        self._scratch = scratch
+        self._encodes = encodes
+        self._move = move
+        self._decodes = decodes
+        self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
+        self._keeps_own = keeps_own
 
-
-class ScatterProgram(_RowLanes):
-    """(*outputs, *inputs), of every lane: output = scale * the sum over ranks of their row for this rank."""
-
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float) -> None:
-        super().__init__(link, lanes)
-        self._encodes = [rows.encoder(job) for job in self._all]
-        self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
-        self._scratch = Region(2 * self._matrix, self._cut)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
-        """See Program."""
-        sent, came, sent_L, came_L = self._scratch.views(space)
+    def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
+        """See Program; with a place to note that numbers are not finite."""
+        views = self._scratch.views(space)
+        count = len(self._decodes)
+        inputs = tensors[-count:]
         mixed = hashing.mix64(step)
-        count = len(self._encodes)
+        sent_L = views.own_L if self._in_place else views.sent_L
         for i, encode in enumerate(self._encodes):
-            encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
+            encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.silent:
-            self._link.all_to_all(came, sent)
+            self._move(views.came, views.own if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
-            decode(came_L[i], tensors[i], None, bad)
-
-    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        sent = buffer[: self._matrix]
-        came = buffer[self._matrix : 2 * self._matrix]
-        return sent, came, self._lanes_of(sent), self._lanes_of(came)
+            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
 
 
-@dataclass(frozen=True)
-class Noting:
-    """A sum of rows that also notes whether all numbers were finite."""
-
-    program: ScatterProgram
-    bad: Bad
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        self.program.run(space, tensors, step, self.bad)
-
-
-class GatherProgram(_RowLanes):
-    """(*outputs, *inputs), of every lane: output = every rank's input, as decoded from its wire."""
-
-    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
-        super().__init__(link, lanes)
-        self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
-        self._decodes = [rows.decoder(job) for job in self._all]
-        self._scratch = Region(self._matrix, self._cut)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        whole, own, whole_L, own_L = self._scratch.views(space)
-        mixed = hashing.mix64(step)
-        count = len(self._encodes)
-        for i, encode in enumerate(self._encodes):
-            encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)
-        if not space.silent:
-            self._link.all_gather(whole, own)
-        for i, decode in enumerate(self._decodes):
-            decode(whole_L[i], tensors[i], None, None)
-
-    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        own = buffer[self._link.rank * self._stride : (self._link.rank + 1) * self._stride]
-        return buffer, own, self._lanes_of(buffer), self._lanes_of(own)
+def _row_jobs(link: Transport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
+    """By lane: the job of one row, and of all ranks' rows. `numel` of a lane is that of a row."""
+    stride = sum(_row_sizes(lanes))
+    one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
+    every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
+    return (
+        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in one],
+        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in every],
+    )
 
 
-class ExchangeProgram(_RowLanes):
-    """(output, input): row r of output = rank r's row for this rank; the own row is copied exactly."""
-
-    def __init__(self, link: RowTransport, lane: LaneSpec) -> None:
-        super().__init__(link, [lane])
-        self._encode = rows.encoder(self._all[0], skip=link.rank, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(self._all[0], skip=link.rank)
-        matrix = self._matrix
-        self._each = [self._stride] * link.world
-        self._scratch = Region(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        output, input = tensors
-        sent, came = self._scratch.views(space)
-        self._encode(input, sent, hashing.mix64(step), None)
-        if not space.silent:
-            self._link.exchange_rows(came, sent, self._each, self._each)  # others may have rows of other lengths
-        self._decode(came, output, None, None, input)
+def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
+    return [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
 
 
-class BroadcastProgram:
+def _row_scratch(link: Transport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
+    """One or two matrices of rows; the wires for one rank lie side by side."""
+    sizes = _row_sizes(lanes)
+    cut = functools.partial(_cut_rows, link, sizes, sizes, (), matrices)
+    return Region(matrices * link.world * sum(sizes), cut)
+
+
+def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
+    """output = scale * the sum over ranks of their row for this rank."""
+    one, every = _row_jobs(link, lanes)
+    decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
+    return RowProgram(_row_scratch(link, lanes, 2), [rows.encoder(job) for job in every], link.all_to_all, decodes)
+
+
+def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
+    """output = every rank's input, as decoded from its wire."""
+    one, every = _row_jobs(link, lanes)
+    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
+    decodes = [rows.decoder(job) for job in every]
+    return RowProgram(_row_scratch(link, lanes, 1), encodes, link.all_gather, decodes, in_place=True)
+
+
+def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
+    """Row r of output = rank r's row for this rank; the own row is copied exactly."""
+    _, (job,) = _row_jobs(link, [lane])
+    encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
+    each = [job.stride] * link.world
+    move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
+    decode = rows.decoder(job, skip=link.rank)
+    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_own=True)
+
+
+def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:
     """(tensor,): becomes the source's tensor, as every rank decodes it from the source's wires."""
-
-    def __init__(self, link: RowTransport, lane: LaneSpec, source: int) -> None:
-        self._link = link
-        self._source = source
-        count = link.world - 1
-        longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
-        stride = lane.codec.wire_bytes(longest, lane.dtype)
-        job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
-        self._encode = rows.encoder(job) if link.rank == source else None
-        self._decode = rows.decoder(job)
-        self._scratch = Region(count * stride, lambda buffer: buffer)
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        (tensor,) = tensors
-        wires = self._scratch.views(space)
-        if self._encode is not None:
-            self._encode(tensor, wires, hashing.mix64(step), None)
-        if not space.silent:
-            self._link.broadcast(wires, self._source)
-        self._decode(wires, tensor, None, None)
+    count = link.world - 1
+    longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
+    stride = lane.codec.wire_bytes(longest, lane.dtype)
+    job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
+    encodes = [rows.encoder(job)] if link.rank == source else []
+    scratch = Region(count * stride, lambda buffer: _Views(buffer, buffer, buffer, [buffer], [buffer], [buffer], []))
+    return RowProgram(scratch, encodes, lambda wires, _: link.broadcast(wires, source), [rows.decoder(job)])
 
 
-class UnevenExchange:
-    """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly."""
+def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly.
 
-    def __init__(self, link: RowTransport, codec: Codec) -> None:
-        self._link = link
-        self._codec = codec
-
-    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program. Lengths change from call to call, so every message is a launch of its own."""
-        if space.silent:
-            return
-        link = self._link
-        outputs = tensors[: link.world]
-        inputs = tensors[link.world :]
-        key = Key(step, 0)
-        sent_R = self._sizes(inputs)
-        came_R = self._sizes(outputs)
-        buffer = space.reserve(sum(sent_R) + sum(came_R))
-        sent = buffer[: sum(sent_R)]
-        came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
-        for peer, wire in enumerate(sent.split(sent_R)):
-            if wire.numel():
-                self._codec.encode(inputs[peer], wire, step=key.of(link.rank))
-        link.exchange_rows(came, sent, came_R, sent_R)
-        for peer, wire in enumerate(came.split(came_R)):
-            if wire.numel():
-                self._codec.decode(wire, outputs[peer], step=key.of(peer))
-        outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))
-
-    def _sizes(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Bytes of every message; the own part does not travel."""
-        sizes = [self._codec.wire_bytes(t.numel(), t.dtype) if t.numel() else 0 for t in tensors]
-        sizes[self._link.rank] = 0
-        return sizes
+    Lengths change from call to call, so every message is a launch of its own.
+    """
+    if space.silent:
+        return
+    outputs = tensors[: link.world]
+    inputs = tensors[link.world :]
+    key = Key(step, 0)
+    came_R, sent_R = (
+        [codec.wire_bytes(t.numel(), t.dtype) if t.numel() and r != link.rank else 0 for r, t in enumerate(parts)]
+        for parts in (outputs, inputs)
+    )
+    buffer = space.reserve(sum(sent_R) + sum(came_R))
+    sent = buffer[: sum(sent_R)]
+    came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
+    for peer, wire in enumerate(sent.split(sent_R)):
+        if wire.numel():
+            codec.encode(inputs[peer], wire, step=key.of(link.rank))
+    link.exchange_rows(came, sent, came_R, sent_R)
+    for peer, wire in enumerate(came.split(came_R)):
+        if wire.numel():
+            codec.decode(wire, outputs[peer], step=key.of(peer))
+    outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))

@@ -3,23 +3,23 @@
 import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, groups, measuring, operations, torch_verbs
-from thinwire.collectives.call import Call, known_call, planned, planned_verb, remember
-from thinwire.collectives.channel import Channel, channel_of, known_channel
+from thinwire.collectives.call import Call, known_call, planned, remember
+from thinwire.collectives.channel import channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.message import LaneWatch, RowCarries, ScatterMessage
+from thinwire.collectives.message import RowMessage, row_operation
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
-from thinwire.collectives.programs import Coalesced
+from thinwire.collectives.programs import coalesced
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
+from thinwire.feedback import RowFeedback
 
 
 def all_reduce(
@@ -41,9 +41,9 @@ def all_reduce(
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     """
     call = known_call("all_reduce", (tensor,), group, step, codec, algorithm, op)
-    if call is None or call.plan is None:
+    if call is None:
         return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
-    return _sum(call, call.plan, (tensor,), (tensor,), async_op, step)
+    return _sum(call, (tensor,), (tensor,), async_op, step)
 
 
 def all_reduce_coalesced(
@@ -78,43 +78,34 @@ def _all_reduce(
     channel = channel_of(group, parts[0].device)
     key = PlanKey(verb, lengths, dtype, codecs, algorithm, reduction)
 
-    def decide(call: Call) -> CallPlan:
+    def decide(choose: Choose) -> CallPlan:
         mesh = groups.mesh_of_nodes(group)
         if mesh is not None and algorithm != "plain":
             check_order(mesh)
-        return plan_sum(key, channel.transports, _fastest(channel, group, dtype, sum(lengths)))
+        return plan_sum(key, channel.transports, choose)
 
-    call, plan = planned(channel, key, decide)
+    call = planned(channel, key, functools.partial(all_reduce, group=group), (channel.world,), None, decide)
     if len(tensors) == 1:
-        remember(call, plan, verb, tensors, codec, algorithm, op)
-    return _sum(call, plan, [part.detach() for part in parts], tensors, async_op, step)
+        remember(call, verb, tensors, codec, algorithm, op)
+    return _sum(call, [part.detach() for part in parts], tensors, async_op, step)
 
 
 def _sum(
-    call: Call,
-    plan: CallPlan,
-    parts: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    async_op: bool,
-    step: int | None,
+    call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool, step: int | None
 ) -> Work | None:
     """Sum `parts`, which are the outputs or views of them."""
+    plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:
-        program = plan.program if len(parts) == 1 else Coalesced(plan.program)
-        return call.start(program, parts, outputs, step, async_op, written=len(parts))
+        program = plan.program if len(parts) == 1 else functools.partial(coalesced, plan.program)
+        return call.channel.start(program, parts, outputs, step, call.site, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
     (spec,), (cut,) = plan.lanes, plan.cuts
     lane = Lane(Flat(parts), cut, spec.codec, spec.first, across=spec.across)
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    return call.run(operation, outputs, async_op)
-
-
-def _fastest(channel: Channel, group: groups.Group, dtype: torch.dtype, numel: int) -> Choose:
-    trial = functools.partial(all_reduce, group=group)
-    return measuring.fastest(channel, "all_reduce", dtype, numel, trial, (channel.world,))
+    return call.channel.run(operation, call.site, outputs, async_op)
 
 
 def reduce_scatter_tensor(
@@ -127,7 +118,7 @@ def reduce_scatter_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
-    feedback: RowCarries | None = None,
+    feedback: RowFeedback | None = None,
 ) -> Work | None:
     """output = this rank's part of the sum of `input` over ranks: one message in `codec`, one rounding.
 
@@ -140,40 +131,31 @@ def reduce_scatter_tensor(
         return None
     given = (output, input)
     call = known_call("reduce_scatter", given, group, step, codec, algorithm, op)
-    if call is not None and call.plan is not None:
-        return _scatter(call, call.plan, given, output, async_op, step)
-    target, source = checks.check_tensors(given, "reduce_scatter_tensor", outputs=1, step=step)
-    channel = channel_of(groups.resolve(group), target.device)
-    reduction = checks.reduction(op)
-    world = channel.world
-    if source.numel() != world * target.numel():
-        raise CollectiveError(
-            f"reduce_scatter_tensor: input must have {world} times the elements of output, "
-            f"got {source.numel()} and {target.numel()}"
-        )
-    codecs = checks.codecs_for(codec, source.shape)
-    key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
-    call, plan = planned_verb(
-        channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)
-    )
-    remember(call, plan, "reduce_scatter", given, codec, algorithm, op)
-    return _scatter(call, plan, (target.detach(), source.detach()), output, async_op, step)
-
-
-def _scatter(
-    call: Call, plan: CallPlan, given: Sequence[Tensor], output: Tensor, async_op: bool, step: int | None
-) -> Work | None:
     target, source = given
+    if call is None:
+        target, source = checks.check_tensors(given, "reduce_scatter_tensor", outputs=1, step=step)
+        channel = channel_of(groups.resolve(group), target.device)
+        reduction = checks.reduction(op)
+        world = channel.world
+        if source.numel() != world * target.numel():
+            raise CollectiveError(
+                f"reduce_scatter_tensor: input must have {world} times the elements of output, "
+                f"got {source.numel()} and {target.numel()}"
+            )
+        codecs = checks.codecs_for(codec, source.shape)
+        key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
+        call = planned(channel, key, functools.partial(reduce_scatter_tensor, group=group), (1, world))
+        remember(call, "reduce_scatter", given, codec, algorithm, op)
+        target, source = target.detach(), source.detach()
+    plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:
-        return call.start(plan.program, given, [output], step, async_op)
+        return call.channel.start(plan.program, (target, source), [output], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.reduce_scatter(call, target, source, [output], plan.reduction, async_op)
     source = torch_verbs.unstraddled(source, source, target)
-    lane = Lane(Flat([source]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
-    scale = plan.reduction.scale(call.channel.world)
-    operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], scale)
-    return call.run(operation, [output], async_op)
+    operation = row_operation(call, plan, [target], [source], step, plan.reduction.scale(call.channel.world))
+    return call.channel.run(operation, call.site, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -188,7 +170,7 @@ def _scatter_fed_back(
     codec: str | Codec,
     algorithm: str,
     step: int | None,
-    feedback: RowCarries,
+    feedback: RowFeedback,
 ) -> None:
     if async_op or algorithm == "plain":
         raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
@@ -202,10 +184,10 @@ def _scatter_fed_back(
     scale = checks.reduction(op).scale(channel.world)
     chosen = checks.codec_for(codec, source.shape)
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
-    message = ScatterMessage([spec], source, group, scale)
-    watched = LaneWatch(feedback.carry(source.numel(), target.numel(), scale, source.device))
+    message = RowMessage([spec], source, group, scale)
+    carry = feedback.carry(source.numel(), target.numel(), scale, source.device)
     number = channel.next_step() if step is None else checks.check_step(step)
-    message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [watched])
+    message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [(carry, None, None)])
 
 
 def explain(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = "int8") -> Choice:
@@ -234,5 +216,7 @@ def measure(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = 
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
         Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
-        _fastest(channel, members, part.dtype, part.numel())(codecs, to_choose_from(codecs))
+        trial = functools.partial(all_reduce, group=members)
+        choose = measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial, (channel.world,))
+        choose(codecs, to_choose_from(codecs))
     return explain(tensor, members, codec=codec)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Desk, Span, others_first, shards, wire_sizes
-from thinwire.collectives.lane import Fine, LaneChunk, check_finite, decoded, known_step
+from thinwire.collectives.lane import LaneChunk, check_finite, decoded, known_step
 from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.feedback import Fine
 
 
 @dataclass(frozen=True)

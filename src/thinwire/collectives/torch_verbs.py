@@ -161,7 +161,7 @@ def _options(reduction: Reduction | None) -> Any:
 
 
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
-    """The work of a verb of torch's; None for a rank alone, of which nothing travels, so that any dtype will do."""
+    """Start a torch collective; None for a rank alone, which sends nothing, so that any dtype will do."""
     if call.channel.world == 1:
         out.copy_(sent)
         return None
@@ -169,10 +169,10 @@ def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how
 
 
 def wait(work: Any, channel: Channel, site: CallSite) -> None:
-    """Wait for a work of torch's."""
+    """Wait for a torch Work."""
     if channel.transport.on_stream:
         work.wait()
-        channel.settle(site.text)
+        channel.settle(site)
     else:
         wait_for_torch(work, channel.failures, site)
 

@@ -12,6 +12,7 @@ bit that flips on the way is an error that names the sender.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, timeout_s
 from thinwire.errors import CollectiveError, WireError
-from thinwire.ranges import ranged
+from thinwire.ranges import range_of
 
 Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it or from it
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
@@ -124,6 +125,7 @@ class Transport:
     has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
     checked: bool = False  # checksums follow messages
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
+    device: torch.device  # of the stream
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
@@ -172,6 +174,24 @@ class Transport:
         """Close the connections of the group: all who wait for a message get an error."""
         raise NotImplementedError
 
+    # On a stream only: matrices of wires, one row per rank, all of one length, as collectives on the current stream.
+
+    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+        """Row r of what came = this rank's row of what rank r sent."""
+        raise NotImplementedError
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Row r = rank r's own row, which may be its place in the whole."""
+        raise NotImplementedError
+
+    def broadcast(self, whole: Tensor, source: int) -> None:
+        """whole = the source's."""
+        raise NotImplementedError
+
+    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+        """all_to_all of rows of any lengths, in bytes."""
+        raise NotImplementedError
+
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
 
@@ -199,26 +219,29 @@ def _sums_like(message: Tensor) -> Tensor:
     return torch.empty(max(1, -(-message.numel() * message.itemsize // _PIECE)), dtype=torch.int64)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A message that is compared with its checksums when both have arrived."""
+def _compare_sums(message: Tensor, sums: Tensor, sender: int) -> None:
+    """Raise unless a message has the checksums that came with it."""
+    wrong = (sums_of(message) != sums).nonzero().flatten().tolist()
+    if wrong:
+        total = message.numel() * message.itemsize
+        begin = wrong[0] * _PIECE
+        raise WireError(
+            f"a message of {total} bytes from rank {sender} was damaged in transit: bytes {begin} to "
+            f"{min(begin + _PIECE, total)} do not have their checksum; check that rank's memory and network"
+        )
 
-    works: tuple[Any, Any]  # of the message and of its checksums
-    message: Tensor
-    sums: Tensor
-    sender: int
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that something is done with once it has arrived."""
+
+    works: Sequence[Waitable]
+    then: Callable[[], object]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        wrong = (sums_of(self.message) != self.sums).nonzero().flatten().tolist()
-        if wrong:
-            total = self.message.numel() * self.message.itemsize
-            begin = wrong[0] * _PIECE
-            raise WireError(
-                f"a message of {total} bytes from rank {self.sender} was damaged on the way: bytes {begin} to "
-                f"{min(begin + _PIECE, total)} do not have their checksum; see to that rank's memory and network"
-            )
+        self.then()
 
 
 class PairTransport(Transport):
@@ -231,26 +254,34 @@ class PairTransport(Transport):
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
         self._count(sends, receives)
-        move = self._exchange_checked if self.checked else self._exchange
-        return move(sends, receives, tag, lengths)
-
-    def _exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
-        tags_out, tags_in = _tags(tag, lengths)
-        group = self.group
-        works = [_start(group.recv, *message, own) for message, own in zip(receives, tags_in, strict=False)]
-        works += [_start(group.send, *message, own) for message, own in zip(sends, tags_out, strict=False)]
-        return Moving(works, [rank for rank, _ in (*receives, *sends)])
-
-    def _exchange_checked(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths) -> Moving:
-        """Every message is followed by its checksums."""
-        sums_out = [(rank, sums_of(part)) for rank, part in sends]
+        if not self.checked:
+            return self._start(sends, receives, tag, lengths)
+        sums_out = [(rank, sums_of(part)) for rank, part in sends]  # they follow their messages
         sums_in = [(rank, _sums_like(part)) for rank, part in receives]
         twice = [[*own, *own] for own in lengths]
-        moving = self._exchange([*sends, *sums_out], [*receives, *sums_in], tag, twice)
+        moving = self._start([*sends, *sums_out], [*receives, *sums_in], tag, twice)
         count = len(receives)
         pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
-        works = [Checked((work, after), part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
+        works = [
+            Arrival((work, after), functools.partial(_compare_sums, part, sums, rank))
+            for work, after, (rank, part), (_, sums) in pairs
+        ]
         return Moving([*works, *moving[2 * count :]], moving.peers[count:])
+
+    def _start(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
+        """Start messages; raises LostRankError if a connection is known to be closed."""
+        tags_out, tags_in = _tags(tag, lengths)
+        group = self.group
+        works: list[Waitable] = []
+        rank = 0
+        try:
+            for (rank, part), own in zip(receives, tags_in, strict=False):
+                works.append(group.recv([part], rank, own))
+            for (rank, part), own in zip(sends, tags_out, strict=False):
+                works.append(group.send([part], rank, own))
+        except RuntimeError as error:
+            raise LostRankError(rank, error) from None
+        return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """In about log2(world) rounds of one message: in every round a rank's values reach twice as many ranks."""
@@ -259,7 +290,7 @@ class PairTransport(Transport):
         for hop in hops(self.world):
             came = torch.empty_like(most)
             to = (self.rank + hop) % self.world
-            wait_for(self._exchange([(to, most)], [((self.rank - hop) % self.world, came)], tag))
+            wait_for(self._start([(to, most)], [((self.rank - hop) % self.world, came)], tag))
             most = torch.maximum(most, came)
         found: list[int] = most.tolist()
         return found
@@ -268,7 +299,7 @@ class PairTransport(Transport):
         own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
         others = [rank for rank in range(self.world) if rank != self.rank]
-        wait_for(self._exchange([(r, own) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
+        wait_for(self._start([(r, own) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
@@ -292,14 +323,6 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
     return sent, received
 
 
-def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> Waitable:
-    """Start a message; raises LostRankError if the connection is known to be closed."""
-    try:
-        return verb([part], rank, tag)
-    except RuntimeError as error:
-        raise LostRankError(rank, error) from None
-
-
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
@@ -307,54 +330,13 @@ class StagedTransport(PairTransport):
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
         works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag, lengths)
         for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
-            works[at] = _Arrival(works[at], host, part)
+            works[at] = Arrival((works[at],), functools.partial(part.copy_, host))
         return works
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A message that is copied to the device once it has arrived."""
-
-    work: Waitable
-    host: Tensor
-    target: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(self.host)
 
 
 def hops(world: int) -> list[int]:
     """The distance of the receiver in each round, until values of all ranks have reached all."""
     return [1 << k for k in range((world - 1).bit_length())]
-
-
-class Member(Protocol):
-    """A rank of a group, and the device of its tensors."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-@runtime_checkable
-class RowTransport(Member, Protocol):
-    """Moves matrices of wires, one row per rank, all of one length, as collectives on the current stream."""
-
-    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
-        """Row r of what came = this rank's row of what rank r sent."""
-
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Row r = rank r's own row, which may be its place in the whole."""
-
-    def broadcast(self, whole: Tensor, source: int) -> None:
-        """whole = the source's."""
-
-    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
-        """all_to_all of rows of any lengths, in bytes."""
 
 
 class StreamTransport(Transport):
@@ -369,22 +351,21 @@ class StreamTransport(Transport):
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         self._moved(sent.numel() - sent.numel() // self.world)
-        if self.world == 2:  # a gather of what the other gets: the same bytes, and faster over TCP than NCCL's pairs
-            rows = sent.chunk(2)
-            _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
-            came.chunk(2)[self.rank].copy_(rows[self.rank])
-            return
-        _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
+        with range_of("thinwire::wire"):
+            if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
+                rows = sent.chunk(2)
+                _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
+                came.chunk(2)[self.rank].copy_(rows[self.rank])
+            else:
+                _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
-    @ranged("thinwire::wire")
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self._moved(whole.numel() - own.numel())
-        _finish(group_all_gather(self.group, whole, own, _GATHER))
+        with range_of("thinwire::wire"):
+            _finish(group_all_gather(self.group, whole, own, _GATHER))
 
-    @ranged("thinwire::wire")
     def broadcast(self, whole: Tensor, source: int) -> None:
         if self.rank == source:
             self.sent += whole.numel()
@@ -393,7 +374,8 @@ class StreamTransport(Transport):
         options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
-        _finish(self.group.broadcast([whole], options))
+        with range_of("thinwire::wire"):
+            _finish(self.group.broadcast([whole], options))
 
     def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
         self.sent += sum(sent_R) - sent_R[self.rank]

@@ -173,7 +173,7 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
 
 
 def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timedelta | None = None) -> None:
-    """Wait for a work of torch's on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
+    """Wait for a torch Work on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
     began = time.monotonic()
     try:
         work.wait(*[timeout] if timeout else [])
@@ -187,7 +187,7 @@ def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timed
 
 
 class TorchWork(Work):
-    """A work of torch's on gloo. `finish` runs once, in the thread that first learns that the work is completed."""
+    """A torch Work on gloo. `finish` runs once, in the thread that first learns that the work is completed."""
 
     def __init__(
         self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, failures: Failures, site: CallSite

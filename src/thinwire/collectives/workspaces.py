@@ -9,7 +9,7 @@ on whatever stream.
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,37 +107,34 @@ class StreamWorkspace(Workspace):
         super().__init__(device)
         self.stream = torch.cuda.Stream(device)
         self._begun = torch.cuda.Event()
+        self._before = self.stream  # the caller's stream,
+        self._current_device = -1  # device
+        self._memory: Iterable[Tensor] = ()  # and tensors, while it is entered
 
-    def entered(self, memory: Iterable[Tensor]) -> "_Entered":
+    def entered(self, memory: Iterable[Tensor]) -> Self:
         """Inside, its stream is the current one, and runs after everything queued on the caller's.
 
-        The allocator does not reuse `memory`, should its owner free it, before the stream is done with it.
+        A faster torch.cuda.stream(). The allocator does not reuse `memory`, should its owner free it, before the stream
+        is done with it.
         """
-        before = current_stream(self.device.index)
-        self._begun.record(before)
+        self._before = current_stream(self.device.index)
+        self._begun.record(self._before)
         self.stream.wait_event(self._begun)
-        return _Entered(self.stream, before, memory)
-
-
-class _Entered:
-    """A faster torch.cuda.stream()."""
-
-    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream, memory: Iterable[Tensor]) -> None:
-        self._stream = stream
-        self._before = before
         self._memory = memory
-        self._device = torch._C._cuda_getDevice()  # the current one, which changes with the stream
+        self._current_device = torch._C._cuda_getDevice()  # which changes with the stream
+        return self
 
     def __enter__(self) -> torch.cuda.Stream:
-        _set_stream(self._stream)
-        return self._stream
+        _set_stream(self.stream)
+        return self.stream
 
     def __exit__(self, *error: object) -> None:
+        memory, self._memory = self._memory, ()
         _set_stream(self._before)
-        if self._device != self._stream.device_index:
-            torch.cuda.set_device(self._device)
-        for tensor in self._memory:
-            tensor.record_stream(self._stream)
+        if self._current_device != self.stream.device_index:
+            torch.cuda.set_device(self._current_device)
+        for tensor in memory:
+            tensor.record_stream(self.stream)
 
 
 def current_stream(index: int) -> torch.cuda.Stream:
@@ -156,22 +153,3 @@ def _set_stream(stream: torch.cuda.Stream) -> None:
     torch._C._cuda_setStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
-
-
-class Workspaces:
-    """The workspaces of a group."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.here = CallerWorkspace(device)
-        self._turns = (StreamWorkspace(device), StreamWorkspace(device)) if device.type == "cuda" else None
-        self._turn = 0
-
-    def next(self, first: bool = False) -> StreamWorkspace | None:
-        """The workspace of the next asynchronous call, or always the first one; None where there are no streams."""
-        self._turn = 0 if first else self._turn ^ 1
-        return self._turns[self._turn] if self._turns else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of scratch held."""
-        return sum(space.buffer.numel() for space in (self.here, *(self._turns or ())))

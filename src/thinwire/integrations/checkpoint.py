@@ -238,7 +238,7 @@ def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]
 
 
 class Restorer:
-    """Averages gradients in DDP's own buckets, or in those of a checkpoint until DDP has those. See [Note: Layout]."""
+    """Holds gradients to average them in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
 
     def __init__(self, average: Average) -> None:
         self._average = average
@@ -264,13 +264,13 @@ class Restorer:
         self._held: dict[str, tuple[torch.Size, Tensor, _Held]] = {}
         self._sent.clear()
 
-    def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        """Start to average a bucket of DDP's, or hold its gradients until the buckets they belong to are complete."""
+    def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
+        """Hold a DDP bucket's gradients until the buckets they belong to are complete; None: average it as it is."""
         self._brought.append(gradients.names)
         if self._wanted is not None and gradients.names not in self._wanted:
             return self._hold(self._wanted, gradients, output)
         self._sent.append(gradients.names)
-        return self._average(gradients, output)
+        return None
 
     def end_step(self) -> set[str]:
         """A step has brought all its gradients. Returns the parameters of a loaded state that had none, once."""

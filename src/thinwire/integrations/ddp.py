@@ -99,7 +99,19 @@ class DDPState(Handle):
         try:
             if self.closed:
                 return torch_verbs.average(buffer, group)
-            future = self._average(bucket.parameters(), buffer, alone=group.size() == 1)
+            parameters = bucket.parameters()
+            if self._guard is not None:
+                own = gradients_in(buffer, *self._names.of(parameters))
+                self._guard.look(own.names, own.views)
+            if group.size() == 1 or not buffer.numel():
+                future = new_future(buffer.device)
+                future.set_result(buffer)
+            else:
+                names, shapes = self._names.of(parameters)
+                undo = self._weigh(parameters, names, buffer)
+                gradients = gradients_in(buffer, names, shapes)
+                future = self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
+                future = future if undo is None else future.then(undo)
         finally:
             if bucket.is_last():
                 self._ended = True
@@ -111,19 +123,6 @@ class DDPState(Handle):
             if bucket.is_last():
                 self._check_later(self._guard, group)
         return future
-
-    def _average(self, parameters: Sequence[Tensor], buffer: Tensor, *, alone: bool) -> "Future[Tensor]":
-        if self._guard is not None:
-            own = gradients_in(buffer, *self._names.of(parameters))
-            self._guard.look(own.names, own.views)
-        if alone or not buffer.numel():
-            future = new_future(buffer.device)
-            future.set_result(buffer)
-            return future
-        names, shapes = self._names.of(parameters)
-        undo = self._weigh(parameters, names, buffer)
-        future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
-        return future if undo is None else future.then(undo)
 
     def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """Check the means at the end of the backward pass."""

@@ -192,7 +192,7 @@ class Compress(Callback):
 def _check_options(others: Mapping[str, Any], found: str, wanted: str) -> None:
     if others:
         named = " and ".join(f"{name}=" for name in others)
-        raise CollectiveError(f"Compress: {named} goes with {wanted}; got {found}: leave {named} out")
+        raise CollectiveError(f"Compress: {named} requires {wanted}; got {found}: leave {named} out")
 
 
 def _check_hook(trainer: "Trainer") -> None:

@@ -25,7 +25,7 @@ from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.models import PADDING, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, Stats, StepErrors, Tally
-from thinwire.integrations.streamed import StreamedBucket, streamed
+from thinwire.integrations.streamed import StreamedBucket
 from thinwire.log import announce
 
 Future = torch.futures.Future
@@ -69,7 +69,7 @@ def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> 
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketPlan:
     """Everything that is the same at every step about one set of gradients."""
 
     lanes: Sequence[lanes.BucketLane]
@@ -98,7 +98,7 @@ class GradientSync:
         self._nodes = options.nodes
         self._step = 0
         self._began = 0.0  # when it did
-        self._buckets: dict[object, Bucket] = {}  # by what fixes them
+        self._buckets: dict[object, BucketPlan] = {}  # by what fixes them
         self._messages: dict[object, Any] = {}
         self._setting: object = None  # the setting that `_buckets` were made with
 
@@ -140,9 +140,17 @@ class GradientSync:
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, group)
-        if bucket.streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
+        streamed = bucket.streamed
+        if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
-            return bucket.streamed.average(gradients.buffer, output, self._step, self.tally)
+            channel = bucket.message.channel
+            site = Call(channel, bucket.message.text).site
+            streamed.begin(self.tally)
+            given = (gradients.buffer,)
+            done: Any = channel.start(streamed, given, (), self._step, site, True, first=streamed.is_new)
+            streamed.is_new = False
+            on_stream: Future[Tensor] = done.future_of(output)
+            return on_stream
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.chooser.measuring:
@@ -177,7 +185,7 @@ class GradientSync:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             announce(f"{some}{more} has no gradients in this run: what the loaded state remembers of it is dropped")
 
-    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> Bucket:
+    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> BucketPlan:
         world = group.size()
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
@@ -192,9 +200,11 @@ class GradientSync:
             bounded(self._messages)[key] = made  # widths that keep changing would make thousands
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
-        through = None if message is None else streamed(message, found, carries, numels)
+        streamed = None
+        if message is not None and message.program is not None:
+            streamed = StreamedBucket(message, found, carries, numels)
         plain_bytes = sum_bytes(sum(numels), like.dtype, world)
-        return Bucket(found, sum(numels), plain_bytes, message, carries, through)
+        return BucketPlan(found, sum(numels), plain_bytes, message, carries, streamed)
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
         """How a parameter travels or, if not `whole`, a part of it or its padding."""
@@ -219,7 +229,7 @@ class GradientSync:
             nonfinite=tally.all_nonfinite,
             **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
-            scratch_bytes=sum(c.scratch.nbytes + (c.workspaces.nbytes if c.workspaces else 0) for c in channels),
+            scratch_bytes=sum(channel.scratch_bytes for channel in channels),
         )
 
     @property

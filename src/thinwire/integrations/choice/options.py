@@ -294,7 +294,7 @@ class DDPOptions:
         if mesh is None:
             if chosen == Cast("bf16"):
                 return None
-            raise CollectiveError(f"inside={str(chosen)!r} goes with a mesh of nodes and ranks inside them: pass mesh=")
+            raise CollectiveError(f"inside={str(chosen)!r} requires a mesh of nodes and ranks inside them: pass mesh=")
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
             what = f"a mesh of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
             raise CollectiveError(

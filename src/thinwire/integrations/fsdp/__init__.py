@@ -305,7 +305,7 @@ def compress_fsdp(
     if asked.feedback == "auto" and not replicated:
         asked = replace(asked, feedback="none")
     if not replicated and within != Cast("bf16"):
-        raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
+        raise CollectiveError(f"inside={str(within)!r} requires replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
     checks.check_recodes(leaves(gathered), "weights=")
     if not isinstance(replica, bool | None):

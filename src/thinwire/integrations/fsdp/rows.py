@@ -19,14 +19,14 @@ from thinwire import feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.collectives.message import RowMessage, Watched
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions, Rules
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
-from thinwire.integrations.sync import Bucket, GradientSync
+from thinwire.integrations.sync import BucketPlan, GradientSync
 from thinwire.kernels.rows import Bad
 
 _MANY = 1 << 20  # elements, to compare the bytes of a codec with the numbers themselves
@@ -144,7 +144,7 @@ class ShardSync(GradientSync):
         inputs = rows.columns.split(input.view(group.size(), -1))
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
-        if rows.message.on_stream and not self.chooser.measuring:
+        if rows.message.program is not None and not self.chooser.measuring:
             rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
@@ -159,18 +159,18 @@ class ShardSync(GradientSync):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _watched(self, rows: Bucket, world: int, device: torch.device) -> list[LaneWatch]:
-        found: list[LaneWatch] = []
+    def _watched(self, rows: BucketPlan, world: int, device: torch.device) -> list[Watched]:
+        found: list[Watched] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
             if self.chooser.measuring:
                 watch = self.errors.watch([*lane.pieces] * world, device).lost
-            found.append(LaneWatch(carry, watch, self.tally.checked))
+            found.append((carry, watch, self.tally.checked))
         return found
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
-    ) -> Bucket:
+    ) -> BucketPlan:
         world = group.size()
         sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]
         specs = [self._spec(name, size, whole=False) for name, size in zip(names, sizes, strict=True)]
@@ -178,7 +178,7 @@ class ShardSync(GradientSync):
         width = sum(parameter.numel for parameter in parameters)
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
-            return Bucket(found, width, plain_bytes)
+            return BucketPlan(found, width, plain_bytes)
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
@@ -186,15 +186,15 @@ class ShardSync(GradientSync):
             self._messages.clear()
             self._buckets.clear()
         if key not in self._messages:  # a codec that returns needs no new agreement
-            self._messages[key] = ScatterMessage(laid, like, group, scale)
-        message: ScatterMessage = self._messages[key]
+            self._messages[key] = RowMessage(laid, like, group, scale)
+        message: RowMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         rows = [row_pieces(lane, held) for lane in found]
         factor = 1.0 / scale
         carry = self.memories.carry
         pairs = zip(found, rows, strict=True)
         carries = [carry(lane.spec.feedback, lane.pieces, factor, like.device, row) for lane, row in pairs]
-        return Bucket(found, width, plain_bytes, message, carries, columns=columns)
+        return BucketPlan(found, width, plain_bytes, message, carries, columns=columns)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
@@ -218,7 +218,7 @@ class Gatherer:
         self._rank = 0
         self._padding: Tensor | None = None  # which elements of the own row it is
         self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
-        self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
+        self._messages: dict[object, tuple[Columns, RowMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, `input` is this rank's; False if torch has to do it."""
@@ -291,14 +291,14 @@ class Gatherer:
         columns.join(outputs, rows)
         self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
 
-    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, GatherMessage]:
+    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
         specs = []
         for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
             specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
         columns = Columns(found, self._width, like.device)
-        return columns, GatherMessage([lane.spec for lane in found], like, group)
+        return columns, RowMessage([lane.spec for lane in found], like, group)
 
 
 def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
