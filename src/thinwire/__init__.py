@@ -64,6 +64,7 @@ if typing.TYPE_CHECKING:
         ddp_hook as ddp_hook,
     )
     from thinwire.kernels import use_backend as use_backend
+    from thinwire.rehearsal import rehearse as rehearse, report_loss as report_loss
 
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
@@ -74,6 +75,7 @@ _NAMES = {
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
+    "thinwire.rehearsal": "rehearse report_loss",
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

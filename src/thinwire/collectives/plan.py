@@ -108,7 +108,7 @@ def sum_plan(
     shards = links[-1].world  # for the ranks of a group or of a node
     held = shards if algorithm == "one_shot" else 2
     wires = [lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes]
-    cuts = [_cut(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
+    cuts = [lane_cut(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
     reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
     plan = CallPlan(text, lanes, cuts, reducer=reducer, program=_sum_program(links, algorithm, lanes, cuts, scale))
     return with_scratch(plan, (False,) * len(lanes))
@@ -131,7 +131,7 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
-def _cut(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> Cut:
+def lane_cut(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> Cut:
     """The chunks of a lane that takes `wire` bytes in all, each of which falls into `shards` shards.
 
     `held`: the wires that the scratch of a chunk holds on a stream.
@@ -172,7 +172,7 @@ def rows_plan(
     for lane in lanes:
         rows = max(1, -(-(total or link.world * lane.numel) // max(lane.numel, 1)))
         whole = rows * lane.codec.wire_bytes(lane.numel, lane.encoded)
-        cuts.append(_cut(lane, whole, [link]))
+        cuts.append(lane_cut(lane, whole, [link]))
         numel = min(cuts[-1].chunk, lane.numel)
         wire += whole
         chunk_wire += link.world * lane.codec.wire_bytes(numel, lane.encoded)
@@ -196,7 +196,7 @@ def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
 def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> CallPlan:
     count = link.world - 1
     wire = lane.codec.wire_bytes(lane.numel, lane.dtype)
-    cut = _cut(lane, wire, [link], count)
+    cut = lane_cut(lane, wire, [link], count)
     parts = chunks.shards(Span(0, min(cut.chunk, lane.numel)), count, lane.codec.unit)
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)

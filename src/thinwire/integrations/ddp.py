@@ -146,7 +146,7 @@ class DDPState(Handle):
         weighed = self._chooser.weighed(names) if buffer.dtype in _WEIGHED else []
         if not weighed:
             return None
-        gradients = _gradients(parameters, buffer)
+        gradients = gradients_of(parameters, buffer)
         views = [gradients[i] for i in weighed]
         roots = self._chooser.moments.roots([parameters[i] for i in weighed])
         torch._foreach_div_(views, roots)
@@ -394,7 +394,7 @@ def _check_hooks(ddp_model: DistributedDataParallel) -> None:
         )
 
 
-def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     """The bucket's gradients as DDP lays them out: in the memory order of dense parameters, which may be permuted."""
     found = []
     for parameter, row in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):

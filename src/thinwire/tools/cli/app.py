@@ -17,6 +17,7 @@ _COMMANDS = {  # each a module of this room
     "demo": "See it work: train a small GPT plainly and compressed.",
     "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
+    "rehearse": "What compression would do to the loss of your own script.",
     "report": "Show records as tables, and compare two.",
     "doctor": "Say what works on this machine, and what to do.",
 }

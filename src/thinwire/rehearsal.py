@@ -1,0 +1,545 @@
+"""A rehearsal of compressed DDP in one process: micro-batches play the ranks.
+
+    handle = thinwire.rehearse(model, "lloyd4", world=8, optimizer=optimizer)
+
+The rest of the loop is gradient accumulation: `world` backward passes, whose losses are not divided, then a step.
+After the last backward pass `.grad` holds what every one of `world` ranks would have got from DDP, bit for bit: buckets
+as DDP makes them, cuts, codecs, feedback and stages as in `compress_ddp`.
+
+[Note: Seats] A rank's turn encodes its gradients, and its stages then wait for messages as they would on a group. All
+ranks' wires lie in one memory (`_Shelf`), so a message is there when the last rank has had its turn. Of a rank's own
+numbers only those of its own shard are needed afterwards; the shards of all ranks make up one gradient. With feedback a
+rank's numbers stay until the end of the step, in as much memory as the ranks together have.
+"""
+
+import json
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.codecs import Identity
+from thinwire.collectives.chunks import Desk, Flat
+from thinwire.collectives.hierarchical import fewest_roundings, flat_reducer
+from thinwire.collectives.lane import Key, Lane, LaneChunk
+from thinwire.collectives.plan import lane_cut
+from thinwire.collectives.transport import Messages, Stages, Transport, Waitable
+from thinwire.errors import CodecError, CollectiveError
+from thinwire.feedback import Memories
+from thinwire.integrations import lanes
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import Auto, CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
+from thinwire.integrations.ddp import gradients_of
+from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
+from thinwire.integrations.stats import SECONDS, Handle, Stats, StepErrors, Tally
+from thinwire.integrations.sync import NonfiniteGuard, after_backward, sum_bytes
+
+FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, and of the others
+BUCKET = 25 << 20
+ENVIRONMENT = "THINWIRE_REHEARSAL"  # what `thinwire rehearse` tells a script: codec, world, noise, where losses go
+
+
+class _Seat(Transport):
+    """A rank's end of messages that need not move."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self.on_stream = device.type == "cuda"  # type: ignore[misc]  # cuts are those of NCCL's messages
+        self.wires: Sequence[Tensor] = ()  # of all shards' sums: this rank has written its own
+
+    def exchange(self, sends: Messages, receives: Messages, tag: int, *args: Any) -> list[Waitable]:
+        return []
+
+    def gather(self, wires: Sequence[Tensor], tag: int) -> list[Waitable]:
+        self.wires = wires
+        return []
+
+
+class _Shelf:
+    """The wires of one chunk: for every shard, or for the whole, a row per rank."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self._world = world
+        self._device = device
+        self._rows: dict[int, Tensor] = {}
+
+    def rows(self, shard: int, nbytes: int) -> Tensor:
+        if shard not in self._rows:
+            self._rows[shard] = self.new(self._world * nbytes).view(self._world, nbytes)
+        return self._rows[shard]
+
+    def new(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class _SeatDesk(Desk):
+    """A rank's part of a shelf. A sum in two phases takes a wire per shard, then its own rows; one shot takes rows."""
+
+    def __init__(self, shelf: _Shelf, rank: int) -> None:
+        self._shelf = shelf
+        self._rank = rank
+        self._taken = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        shard = self._taken
+        self._taken += 1
+        return self._shelf.new(nbytes) if shard == self._rank else self._shelf.rows(shard, nbytes)[self._rank]
+
+    def matrix(self, world: int, nbytes: int) -> Tensor:
+        return self._shelf.rows(self._rank if self._taken else 0, nbytes)
+
+    def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._shelf.new(numel * dtype.itemsize).view(dtype)
+
+
+class _Bucket:
+    """Parameters whose gradients travel together, under one setting of the chooser."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], names: ParameterNames, chooser: Chooser, asked: str, world: int
+    ) -> None:
+        self.parameters = parameters
+        self.names, self.shapes = names.of(parameters)
+        self.world = world
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
+        pairs = zip(self.names, self.sizes, strict=True)
+        found = lanes.lanes_of(self.names, [chooser.spec(name, size) for name, size in pairs])
+        self.lanes = found
+        self.specs = [
+            lane.spec._replace(dtype=self.dtype, exact_own=not isinstance(lane.spec.codec, Identity)) for lane in found
+        ]
+        self.plain = all(isinstance(spec.codec, Identity) for spec in self.specs)
+        usual = fewest_roundings(world) if all(spec.codec.recodes for spec in self.specs) else "one_shot"
+        self.algorithm = usual if asked == "auto" else asked
+        seat = _Seat(0, world, self.device)
+        wires = [spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs]
+        held = world if self.algorithm == "one_shot" else 2
+        self.cuts = [lane_cut(spec, wire, [seat], world, held) for spec, wire in zip(self.specs, wires, strict=True)]
+        self.num_chunks = max(cut.num_chunks for cut in self.cuts)
+        self.numel = sum(size.numel for size in self.sizes)
+        self.wire_bytes = sum(wires)
+        self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
+        reducer = flat_reducer(seat, self.algorithm)
+        self.sent_bytes = (
+            self.plain_bytes
+            if self.plain
+            else sum(
+                reducer.sent_bytes(spec.codec, cut.span(index).numel, spec.encoded)
+                for spec, cut in zip(self.specs, self.cuts, strict=True)
+                for index in range(cut.num_chunks)
+            )
+        )
+
+    def keeps(self, at: int) -> bool:
+        """Whether the ranks' numbers of a lane stay until the end of a step."""
+        spec = self.specs[at]
+        return bool(spec.feedback) or spec.encoded != spec.dtype
+
+    def numbers(self, buffer: Tensor) -> list[Tensor]:
+        """A tensor per lane of one rank's gradients."""
+        views = buffer.split([size.numel for size in self.sizes])
+        tensors, _ = lanes.load(self.lanes, views, buffer)
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
+
+    def write(self, rows: Sequence[Tensor], buffer: Tensor) -> None:
+        """buffer = the numbers of all lanes."""
+        for lane, row in zip(self.lanes, rows, strict=True):
+            spans = lane.stretches
+            for (begin, end), part in zip(spans, row.split([b - a for a, b in spans]), strict=True):
+                buffer[begin:end] = part
+
+
+class _BucketSum:
+    """The sum of one bucket in one step, over ranks that come one after the other."""
+
+    def __init__(self, bucket: _Bucket, step: int) -> None:
+        self.bucket = bucket
+        self._step = step
+        self._turns = 0
+        self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
+        self._shelves = [_Shelf(bucket.world, bucket.device) for _ in range(bucket.num_chunks)]
+        self._seats: list[_Seat] = []
+        self._stages: list[list[Stages]] = []  # by rank and chunk
+
+    def turn(self, buffer: Tensor, memories: Memories, errors: StepErrors | None, tally: Tally) -> None:
+        """The next rank encodes its gradients."""
+        bucket = self.bucket
+        tensors = bucket.numbers(buffer)
+        if bucket.plain:
+            torch._foreach_add_(self._rows, tensors)
+            return
+        rank = len(self._seats)
+        loaded = []
+        for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
+            carry = memories.carry(spec.feedback, lane.pieces, bucket.world, bucket.device)
+            watch = None if errors is None else errors.watch(lane.pieces, bucket.device).lost
+            checked = tally.checked if rank == 0 else None  # all ranks see the same
+            loaded.append(
+                Lane(Flat([x]), bucket.cuts[at], spec.codec, spec.first, carry, watch, checked, spec.exact_own)
+            )
+            if bucket.keeps(at) and rank == 0:
+                self._rows[at] = x  # the sum takes its place
+        self._seats.append(_Seat(rank, bucket.world, bucket.device))
+        self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
+
+    def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
+        desk = _SeatDesk(self._shelves[index], rank)
+        chunks = [
+            lane.chunk(lane.cut.span(index), Key(self._step, index, at), desk)
+            for at, lane in enumerate(loaded)
+            if lane.cut.span(index).numel or index == 0
+        ]
+        reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
+        stages = reducer.stages(chunks, 1.0 / self.bucket.world, (0, 1), desk)
+        next(stages)
+        for chunk in chunks:
+            if not self.bucket.keeps(chunk.key.lane):
+                self._settle(chunk, rank)
+        return stages
+
+    def _settle(self, chunk: LaneChunk, rank: int) -> None:
+        """Let go of a rank's numbers but for its own shard's; see [Note: Seats]."""
+        kept = self._rows[chunk.key.lane][chunk.begin : chunk.begin + chunk.x.numel()]
+        if chunk.shards:
+            part = chunk.shards[rank]
+            kept[part.begin : part.end] = chunk.numbers(part)
+        chunk.x = chunk.source = kept
+        chunk.lane = replace(chunk.lane, flat=Flat([kept]))
+
+    def mean(self) -> Sequence[Tensor]:
+        """The mean of every lane, once all ranks had their turns."""
+        bucket = self.bucket
+        if bucket.plain:
+            torch._foreach_mul_(self._rows, 1.0 / bucket.world)
+            return self._rows
+        keeping = any(spec.feedback for spec in bucket.specs)
+        for index in range(bucket.num_chunks):
+            if bucket.algorithm == "two_phase":
+                self._hand_out(index, range(bucket.world) if keeping else (0,))
+            for rank in range(bucket.world) if keeping else (0,):
+                next(self._stages[rank][index], None)
+        return self._rows
+
+    def _hand_out(self, index: int, readers: Sequence[int]) -> None:
+        """Every rank sums its shard; those who read get the wires of all sums."""
+        wires_WW = []
+        for seat, stages in zip(self._seats, self._stages, strict=True):
+            next(stages[index])
+            wires_WW.append(seat.wires)
+        for reader in readers:
+            for shard, wire in enumerate(wires_WW[reader]):
+                if shard != reader:
+                    wire.copy_(wires_WW[shard][shard])
+
+
+class Rehearsal(Handle):
+    """What `rehearse` returns."""
+
+    def __init__(self, model: nn.Module, options: DDPOptions, world: int, accumulate: int, noise: float) -> None:
+        super().__init__()
+        if any(isinstance(choice, Auto) and choice.bits is None for choice in options.schedule.choices):
+            raise CodecError("codec='auto' times codecs on a link, and a rehearsal has none: name a codec")
+        if options.mesh is not None:
+            raise CodecError("a rehearsal has no mesh: leave out mesh= and inside=")
+        for name, value in (("world", world), ("accumulate", accumulate)):
+            if not isinstance(value, int) or value < 1:
+                raise CodecError(f"{name} must be an integer, 1 or more, got {value!r}")
+        self.world = world
+        self.steps = 0
+        self._names = ParameterNames()
+        options.rules.check_names([name for name, _ in model.named_parameters()])
+        self._names.take(model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        if not self._parameters:
+            raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
+        self._options = options
+        self._chooser = Chooser(options, self._names, whole=True)
+        self._memories = [Memories(options.residual_dtype) for _ in range(world)]
+        self._guards = [NonfiniteGuard() for _ in range(world)] if options.on_nonfinite == "raise" else []
+        self._errors = StepErrors()
+        self._tally = Tally()
+        self._noise = noise
+        self._most = world * accumulate  # micro-batches of a step
+        self._micro = 0  # of the present step
+        self._held: list[list[Tensor | None]] = []  # gradients of ranks that have had some of their micro-batches
+        self._busy = False  # whether a backward pass is running
+        self._stepped = True  # whether the last step's gradients were used
+        self._order: list[nn.Parameter] = []  # in which gradients arrive
+        self._buckets: list[_Bucket] = []
+        self._setting: object = None  # that the buckets were made with
+        self._sums: list[_BucketSum] = []
+        self._roots: list[tuple[list[int], list[Tensor]]] = []  # of every bucket: what is weighed, and by what
+        self._finite: list[Tensor] = []  # whether the means of every bucket are
+        self._met: set[int] = set()  # parameters that had a gradient in this step
+        hooks = [p.register_hook(self._before(p)) for p in self._parameters]
+        hooks += [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
+        self._optimizers = [one for one in map(bare_optimizer, options.optimizers) if isinstance(one, Optimizer)]
+        hooks += [one.register_step_pre_hook(self._check_step) for one in self._optimizers]
+        hooks += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
+        self._hooks: list[Any] = hooks
+
+    # --- what autograd and optimizers call ---
+
+    def _before(self, parameter: nn.Parameter) -> Any:
+        """A hook that runs before a gradient is added to `.grad`."""
+
+        def check(gradient: Tensor) -> None:
+            if self._busy or self.closed:
+                return
+            if self._micro == self._most:
+                self._check_used()
+                self._micro = 0
+            if self._micro == 0 and parameter.grad is not None and bool(parameter.grad.any()):
+                raise CollectiveError("gradients of the last step are left in .grad: call zero_grad() after each step")
+            if not after_backward(self._turn):
+                raise CollectiveError("a rehearsal needs loss.backward(): it ends a micro-batch")
+            self._busy = True
+
+        return check
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self.steps and not self._micro and not self.closed:
+            self._order.append(parameter)  # type: ignore[arg-type]
+
+    def _check_used(self) -> None:
+        """A new step begins: the last one's gradients were used, or were not finite and a GradScaler skipped them."""
+        if not self._stepped and bool(torch.stack(self._finite).all()):
+            how = "optimizer.step()" if self._optimizers else "handle.step()"
+            raise CollectiveError(
+                f"micro-batch {self._most + 1} of a step that has {self._most}: {how} was not called after the last"
+            )
+
+    def _check_step(self, *args: Any) -> None:
+        if 0 < self._micro < self._most and not self.closed:
+            raise CollectiveError(
+                f"optimizer.step() after {self._micro} of {self._most} micro-batches: call backward() "
+                f"{self._most} times per step, once per rank, or pass another world= or accumulate="
+            )
+
+    def _after_step(self, *args: Any) -> None:
+        self._stepped = True
+
+    def step(self) -> None:
+        """End a step, where no optimizer was passed that does."""
+        if self._optimizers:
+            raise CollectiveError("the optimizer that was passed to rehearse() ends steps: leave out handle.step()")
+        if self._micro != self._most:
+            raise CollectiveError(f"handle.step() after {self._micro} of {self._most} micro-batches")
+        self._stepped = True
+
+    # --- a micro-batch ---
+
+    def _turn(self) -> None:
+        """A backward pass is over: the next rank has its gradients."""
+        self._busy = False
+        gradients = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        rank, last = self._micro % self.world, self._micro >= self._most - self.world
+        self._micro += 1
+        if self._most > self.world:
+            gradients = self._add_to_held(rank, gradients)
+            if not last:
+                return
+            self._held[rank] = []
+        if rank == 0:
+            self._begin_step()
+        self._met |= {id(p) for p, grad in zip(self._parameters, gradients, strict=True) if grad is not None}
+        found = {id(p): grad for p, grad in zip(self._parameters, gradients, strict=True)}
+        for total, (weighed, roots) in zip(self._sums, self._roots, strict=True):
+            self._send(total, rank, [found[id(p)] for p in total.bucket.parameters], weighed, roots)
+        if self._micro == self._most:
+            self._end_step()
+
+    def _add_to_held(self, rank: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        if len(self._held) <= rank:
+            self._held.append([])
+        held = self._held[rank] or [None] * len(gradients)
+        summed = [
+            new if old is None else old if new is None else old.add_(new)
+            for old, new in zip(held, gradients, strict=True)
+        ]
+        self._held[rank] = summed
+        return summed
+
+    def _begin_step(self) -> None:
+        self._stepped = False
+        self._met.clear()
+        errors = self._errors
+        self._chooser.begin(self.steps, 0.0, errors.by_name(), errors.end_step(), lambda values, op: list(values))
+        if self._setting != (self.steps > 0, self._chooser.setting):
+            self._setting = (self.steps > 0, self._chooser.setting)
+            asked = self._options.algorithm
+            groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+            self._buckets = [_Bucket(group, self._names, self._chooser, asked, self.world) for group in groups]
+        self._sums = [_BucketSum(bucket, self.steps) for bucket in self._buckets]
+        self._roots = []
+        for bucket in self._buckets:
+            weighed = self._chooser.weighed(bucket.names) if bucket.dtype in (torch.float32, torch.bfloat16) else []
+            parameters = [bucket.parameters[i] for i in weighed]
+            self._roots.append((weighed, self._chooser.moments.roots(parameters) if weighed else []))
+
+    def _send(
+        self, total: _BucketSum, rank: int, gradients: Sequence[Tensor | None], weighed: list[int], roots: list[Tensor]
+    ) -> None:
+        bucket = total.bucket
+        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        views = gradients_of(bucket.parameters, buffer)
+        pairs = [(view, grad) for view, grad in zip(views, gradients, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if self._guards:
+            self._guards[rank].look(bucket.names, views)
+        if weighed:
+            torch._foreach_div_([views[i] for i in weighed], roots)
+        total.turn(buffer, self._memories[rank], self._errors if self._chooser.measuring else None, self._tally)
+
+    def _end_step(self) -> None:
+        self._finite = []
+        for total, (weighed, roots) in zip(self._sums, self._roots, strict=True):
+            bucket = total.bucket
+            buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            bucket.write(total.mean(), buffer)
+            views = gradients_of(bucket.parameters, buffer)
+            if weighed:
+                torch._foreach_mul_([views[i] for i in weighed], roots)
+            if self._noise:
+                buffer *= 1 + self._noise * torch.randn_like(buffer)
+            for parameter, view in zip(bucket.parameters, views, strict=True):
+                parameter.grad = view if id(parameter) in self._met else None
+            self._tally.sent(bucket.sent_bytes, bucket.plain_bytes)
+            self._finite.append(buffer.isfinite().all())
+        self._sums = []
+        self.steps += 1
+        self._write_logs(self.steps, 0)
+        guards = self._guards
+        if guards:
+            spoiled = not bool(torch.stack(self._finite).all())
+            codes = [guard.code(rank, self.world, spoiled=spoiled) for rank, guard in enumerate(guards)]
+            for guard in guards[1:]:
+                guard.begin()
+            guards[0].check(min(codes), self.world, self.steps - 1)
+
+    def stats(self) -> Stats:
+        """What compression has done: the bytes of one rank, errors of all."""
+        coded = [bucket for bucket in self._buckets if not bucket.plain]
+        numel = sum(bucket.numel for bucket in coded)
+        used = {spec.feedback for bucket in self._buckets for spec in bucket.specs} - {""}
+        feedback = "+".join(sorted(used)) or "none"
+        return Stats(
+            steps=self.steps,
+            codec=str(self._chooser.policy.schedule),
+            feedback=f"{feedback}+moments" if self._chooser.weighs and self._chooser.in_units else feedback,
+            chosen=self._chooser.why,
+            bytes_sent=self._tally.bytes_sent,
+            bytes_plain=self._tally.bytes_plain,
+            bits_per_element=8 * sum(bucket.wire_bytes for bucket in coded) / numel if numel else None,
+            relative_error=self._errors.relative,
+            nonfinite=self._tally.all_nonfinite,
+            **dict.fromkeys(SECONDS),  # type: ignore[arg-type]
+            residual_bytes=sum(m.residuals.nbytes + m.means.nbytes for m in self._memories),
+            scratch_bytes=0,
+        )
+
+    def close(self) -> None:
+        """Leave gradients alone from now on."""
+        self.closed = True
+        self._chooser.moments.stop()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], *, first: bool = False) -> list[list[nn.Parameter]]:
+    """Parameters in buckets as DDP makes them, for each dtype and device.
+
+    In the first step there is one bucket, in the order of the model. Later ones are in the order in which gradients
+    arrive, with 1 MiB in the first bucket and 25 MiB in each other.
+    """
+    found: list[list[nn.Parameter]] = []
+    filling: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    limits: dict[tuple[object, ...], int] = {}
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        filling.setdefault(key, []).append(parameter)
+        if not first and sum(p.nbytes for p in filling[key]) >= limits.get(key, FIRST_BUCKET):
+            found.append(filling.pop(key))
+            limits[key] = BUCKET
+    return [*found, *filling.values()]
+
+
+@spelled_out
+def rehearse(
+    model: nn.Module,
+    codec: CodecChoice | None = None,
+    *,
+    world: int | None = None,
+    accumulate: int = 1,
+    **options: Unpack[DDPKeywords],
+) -> Rehearsal:
+    """Train in one process as `world` ranks of compressed DDP would: micro-batch i of a step plays rank i % world.
+
+    A step is world * accumulate backward passes, then optimizer.step(). Losses are not divided by `world`: gradients
+    are averaged as DDP averages them. After the last backward pass `.grad` holds what all ranks would have got, bit for
+    bit. The result has `stats()`, `log_to()`, `step()` and `close()`; `step()` ends a step if no optimizer was passed.
+
+    Memory: one gradient more, and the wires of all ranks (world * bits / 32 gradients). With feedback, or with
+    `accumulate` above 1, as many gradients as there are ranks.
+
+    model: the model itself, not wrapped in DDP.
+    codec, options: as for `compress_ddp`, but for "auto" and mesh. Under `thinwire rehearse` the command chooses the
+        codec and the world.
+    world: ranks to play; 8 if nothing says otherwise.
+    accumulate: micro-batches of every rank.
+
+    Example::
+
+        handle = thinwire.rehearse(model, "lloyd4", world=8, optimizer=optimizer)
+        for step in range(steps):
+            for micro_batch in range(8):
+                loss_of(model, next(batches)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    check_known("rehearse", DDPKeywords, options)
+    asked = _asked()
+    chosen = asked.get("codec", codec)
+    if chosen is None:
+        raise CodecError("rehearse needs a codec: rehearse(model, 'lloyd4'), or run the script by `thinwire rehearse`")
+    ranks = asked.get("world", 8 if world is None else world)
+    handle = Rehearsal(model, DDPOptions(chosen, **options), ranks, accumulate, asked.get("noise", 0.0))
+    global _last
+    _last = weakref.ref(handle)
+    return handle
+
+
+def report_loss(loss: float | Tensor) -> None:
+    """Report a loss to `thinwire rehearse`, which compares the last one of each run; elsewhere it does nothing.
+
+    Report the same losses in every run: a validation loss at the end, and as many on the way as you like.
+
+    Example::
+
+        thinwire.report_loss(validate(model))
+    """
+    out = _asked().get("out")
+    if out:
+        bits = None if _last is None or (handle := _last()) is None else handle.stats().bits_per_element
+        with Path(out).open("a") as file:
+            file.write(json.dumps({"loss": float(loss), "bits": bits}) + "\n")
+
+
+_last: "weakref.ref[Rehearsal] | None" = None  # that `rehearse` made
+
+
+def _asked() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(os.environ.get(ENVIRONMENT) or "{}")
+    return found

@@ -1,0 +1,66 @@
+"""`thinwire rehearse`: what compression would do to the loss of the user's own script."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.errors import CodecError
+from thinwire.integrations.choice import options
+from thinwire.tools import rehearsal
+from thinwire.tools.bench.record import write
+from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.flags import Json, Words, count, option
+from thinwire.tools.report import tables
+
+CODECS = ("int8", "lloyd4")
+
+
+def command(
+    script: Annotated[str, typer.Argument(help="A training script that calls thinwire.rehearse and report_loss.")],
+    arguments: Annotated[Words, typer.Argument(help="Arguments of the script, after --.")] = None,
+    codecs: Annotated[Words, option("As for compress_ddp; default int8,lloyd4. none and null are added.")] = None,
+    world: Annotated[int, count("Ranks to play.", least=2)] = 8,
+    seeds: Annotated[int, count("Runs of each codec; an interval needs 2, 3 are better.")] = 3,
+    page: Annotated[str | None, option("Write the verdicts and a table there, as Markdown.", "FILE")] = None,
+    json: Json = None,
+) -> None:
+    """Run your training script with each codec and seed, in one process each, and compare its losses by pairs.
+
+    The script calls `thinwire.rehearse(model, optimizer=optimizer)` before its loop, takes one backward pass per rank
+    and step, and calls `thinwire.report_loss(loss)` with its validation loss at the end (and as often on the way as you
+    like: from those, a difference is given in tokens, too). The command sets codec, ranks and seed. `null` is the
+    uncompressed run with a relative noise of 1e-6: what chance alone does.
+
+    \\b
+    Example:
+      thinwire rehearse train.py --codecs int8,lloyd4,lloyd2 --world 8 --seeds 3
+      thinwire rehearse train.py --json rehearsal.json --page rehearsal.md -- --epochs 1
+    """
+    if not Path(script).is_file():
+        raise typer.BadParameter(f"{script} is not a file: name a Python script", param_hint="SCRIPT")
+    flags.writable(json, "--json")
+    flags.writable(page, "--page")
+    named = flags.specs(codecs) or list(CODECS)
+    with screen.usage_errors("--codecs", CodecError):
+        for name in named:
+            if name not in (rehearsal.NONE, rehearsal.NULL) and options.parse(name) == options.Auto():
+                raise CodecError("'auto' times codecs on a link, and a rehearsal has none: name codecs")
+    plan = rehearsal.Plan(script, arguments or [], named, world, seeds)
+    with screen.plain_errors():
+        record, status = screen.measured(partial(rehearsal.run, plan))
+    files = {json: partial(write, record, json)} if json else {}
+    if page and record.rows:
+        files[page] = partial(_write, page, rehearsal.page(record))
+    written = screen.write_all(files)
+    if json != "-":
+        tables.show(record, screen.console())
+        for row in record.rows:
+            if row["arm"] != rehearsal.NONE:
+                screen.say(str(row["verdict"]))
+    raise typer.Exit(status if written else 1)
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")

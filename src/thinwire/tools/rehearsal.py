@@ -1,0 +1,164 @@
+"""Runs a training script once per codec and seed, and compares by pairs the losses that it reports.
+
+The script calls `thinwire.rehearse(model)` and `thinwire.report_loss(loss)`. Every run is a process of its own, started
+as `python -m thinwire.tools.rehearsal SCRIPT ...`, which seeds Python, NumPy and torch before the script begins.
+"""
+
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thinwire.errors import ThinwireError
+from thinwire.rehearsal import ENVIRONMENT
+from thinwire.tools import pairs
+from thinwire.tools.bench.record import Progress, Record, Row, collect
+
+NONE, NULL = "none", "null"
+NOISE = 1e-6  # of the null arm, relative: what chance alone does to a run
+_SEED = "THINWIRE_REHEARSAL_SEED"
+_LINES = 15  # of a script's output that an error shows
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    arm: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: `codecs` besides the uncompressed arm and the null arm."""
+
+    script: str
+    arguments: Sequence[str]
+    codecs: Sequence[str]
+    world: int
+    seeds: int
+
+    @property
+    def arms(self) -> list[str]:
+        """The uncompressed one first."""
+        return list(dict.fromkeys([NONE, NULL, *self.codecs]))
+
+
+def run(plan: Plan, progress: Progress = iter) -> Record:
+    """A record of kind "loss"."""
+    return collect("loss", torch.device("cpu"), _rows(plan, progress))
+
+
+def _rows(plan: Plan, progress: Progress) -> Generator[Row]:
+    losses: dict[str, dict[int, float]] = {arm: {} for arm in plan.arms}
+    curves: list[list[float]] = []
+    bits = {}
+    for case in progress([Case(arm, seed) for arm in plan.arms for seed in range(1, plan.seeds + 1)]):
+        found, bits[case.arm] = train(plan, case)
+        losses[case.arm][case.seed] = found[-1]
+        if case.arm == NONE:
+            curves.append(found)
+        if case.seed == plan.seeds:
+            yield row_of(plan, case.arm, losses, bits[case.arm], per_doubling(curves))
+
+
+def per_doubling(curves: Sequence[Sequence[float]]) -> float | None:
+    """Nats per doubling of the uncompressed runs' tokens, from the losses they reported on the way; None for few."""
+    length = min(map(len, curves))
+    if length < 4:
+        return None
+    means = [[step + 1.0, sum(curve[step] for curve in curves) / len(curves)] for step in range(length)]
+    return pairs.slope(means)
+
+
+def row_of(plan: Plan, arm: str, losses: dict[str, dict[int, float]], bits: float | None, each: float | None) -> Row:
+    """An arm beside the uncompressed one."""
+    gap = pairs.difference(losses[arm], losses[NONE])
+    return {
+        "size": Path(plan.script).name,
+        "optimizer": None,
+        "arm": arm,
+        "bits": bits,
+        "world": plan.world,
+        "seeds": plan.seeds,
+        "val_loss": sum(losses[arm].values()) / len(losses[arm]),
+        "gap_nats": gap.mean,
+        "gap_half": gap.half,
+        "more_tokens": None if each is None else pairs.more_tokens(gap.mean, each),
+        "verdict": pairs.verdict(arm, gap, each),
+    }
+
+
+def train(plan: Plan, case: Case) -> tuple[list[float], float | None]:
+    """The losses that one run reports, and its bits per element; ThinwireError where it fails or reports none."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "losses"
+        plain = case.arm in (NONE, NULL)
+        asked = {
+            "codec": NONE if plain else case.arm,
+            "world": plan.world,
+            "noise": NOISE if case.arm == NULL else 0.0,
+            "out": str(out),
+        }
+        environment = {**os.environ, ENVIRONMENT: json.dumps(asked), _SEED: str(case.seed)}
+        command = [sys.executable, "-m", __name__, plan.script, *plan.arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
+        raise ThinwireError(f"{plan.script} ({case}) ended with status {done.returncode}:\n{tail}")
+    if not lines:
+        raise ThinwireError(
+            f"{plan.script} ({case}) reported no loss: call thinwire.rehearse(model) before training, and "
+            "thinwire.report_loss(loss) with the validation loss at its end"
+        )
+    return [line["loss"] for line in lines], lines[-1]["bits"]
+
+
+def page(record: Record) -> str:
+    """A Markdown page: the verdicts, and a table."""
+    head = f"# Rehearsal of {record.rows[0]['size']}: {record.rows[0]['world']} ranks, {record.rows[0]['seeds']} seeds"
+    verdicts = [f"- {row['verdict']}" for row in record.rows if row["arm"] != NONE]
+    table = ["| arm | bits | loss | above none | ± |", "|---|--:|--:|--:|--:|"]
+    for row in record.rows:
+        cells = [_cell(row[name], form) for name, form in _FORMS.items()]
+        table.append(f"| {row['arm']} | {' | '.join(cells)} |")
+    notes = (
+        "Losses are compared seed by seed, in nats; ± is half of a 95 % interval. `null` is uncompressed with a "
+        f"relative noise of {NOISE:g}: what chance alone does. Differences inside ± {pairs.MARGIN} count as none."
+    )
+    return "\n\n".join([head, "\n".join(verdicts), "\n".join(table), notes]) + "\n"
+
+
+_FORMS = {"bits": "{:.2f}", "val_loss": "{:.4f}", "gap_nats": "{:+.4f}", "gap_half": "{:.4f}"}
+
+
+def _cell(value: object, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def main() -> None:
+    """Run a script with a seed, as `python SCRIPT ...` would without one."""
+    seed = int(os.environ[_SEED])
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:  # torch imports it where it is installed
+        sys.modules["numpy"].random.seed(seed)
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

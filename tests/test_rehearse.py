@@ -1,0 +1,213 @@
+"""Rehearsals: micro-batches in one process get the bits that real DDP ranks get; wrong use; the command."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from ranks import RankPool
+from replicas import Group
+from thinwire import CodecError, CollectiveError, NonfiniteError
+from thinwire.rehearsal import buckets_of
+
+STEPS = 4
+
+
+def network(wide: int = 300) -> nn.Module:
+    """Several buckets of DDP: 300 * 900 floats are more than its first."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, wide), nn.Tanh(), nn.Linear(wide, 900), nn.LayerNorm(900), nn.Linear(900, 7))
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adam":
+        return torch.optim.AdamW(model.parameters(), 1e-3)
+    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return model(torch.randn(5, 40, generator=generator)).square().mean() * (1 + rank)
+
+
+def trained_by_ranks(group: Group, kind: str, options: dict[str, Any], accumulate: int) -> list[Tensor]:
+    model = network()
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = optimizer_of(kind, model)
+    handle = thinwire.compress_ddp(ddp, optimizer=optimizer, **options)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(accumulate - 1):
+            with ddp.no_sync():
+                loss_of(ddp, step, group.rank() + part * group.size()).backward()
+        loss_of(ddp, step, group.rank() + (accumulate - 1) * group.size()).backward()
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+    assert handle.stats().steps == STEPS
+    return found
+
+
+def rehearsed(world: int, kind: str, options: dict[str, Any], accumulate: int) -> tuple[list[Tensor], Any]:
+    torch.set_num_threads(1)  # as ranks have: more would add in another order
+    model = network()
+    optimizer = optimizer_of(kind, model)
+    handle = thinwire.rehearse(model, world=world, accumulate=accumulate, optimizer=optimizer, **options)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for micro in range(world * accumulate):
+            loss_of(model, step, micro).backward()
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+    return found, handle
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "options", "accumulate"),
+    [
+        (4, "adam", {"codec": "int8"}, 1),
+        (3, "adam", {"codec": "lloyd2"}, 1),  # in Adam's units
+        (4, "adam", {"codec": "trellis2", "exempt": "none"}, 1),
+        (2, "adam", {"codec": "lloyd4"}, 1),  # one shot
+        (3, "sgd", {"codec": "lloyd2"}, 1),  # classic feedback
+        (2, "sgd", {"codec": "lloyd2", "feedback": "ef21"}, 1),
+        (3, "adam", {"codec": "topk:fraction=0.05"}, 1),
+        (4, "adam", {"codec": "auto:2.5", "replan_every": 2}, 1),
+        (3, "adam", {"codec": {0: "int8", 2: "lloyd4"}, "policy": {"2.*": "int4"}}, 1),
+        (2, "adam", {"codec": "int8", "algorithm": "two_phase"}, 2),
+    ],
+)
+def test_gradients_have_the_bits_of_real_ranks(
+    ranks: RankPool, world: int, kind: str, options: dict[str, Any], accumulate: int
+) -> None:
+    expected = ranks(world).run(trained_by_ranks, kind, options, accumulate)[0]
+    found, handle = rehearsed(world, kind, options, accumulate)
+    assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True] * STEPS
+    assert handle.stats().steps == STEPS
+
+
+def stats_of_ranks(group: Group) -> Any:
+    model = network()
+    ddp = DistributedDataParallel(model, process_group=group)
+    handle = thinwire.compress_ddp(ddp, "lloyd4")
+    for step in range(2):
+        loss_of(ddp, step, group.rank()).backward()
+    return handle.stats()
+
+
+def test_stats_are_those_of_a_rank(ranks: RankPool) -> None:
+    expected = ranks(4).run(stats_of_ranks)[0]
+    model = network()
+    handle = thinwire.rehearse(model, "lloyd4", world=4)
+    for step in range(2):
+        for micro in range(4):
+            loss_of(model, step, micro).backward()
+        handle.step()
+        model.zero_grad()
+    found = handle.stats()
+    for name in ("steps", "codec", "feedback", "bytes_sent", "bytes_plain"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.bits_per_element == pytest.approx(expected.bits_per_element, rel=1e-3)  # a rank counts old buckets
+    assert found.relative_error == pytest.approx(expected.relative_error, rel=0.1)
+    handle.close()
+    loss_of(model, 0, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_memory_without_feedback_is_little_more_than_a_gradient() -> None:
+    """Live numbers between two turns: one row and the wires of ranks that had theirs."""
+    model = nn.Linear(1000, 1000, bias=False)
+    thinwire.rehearse(model, "int8", world=8, measure_every=0)
+    for _ in range(7):
+        model(torch.randn(3, 1000)).sum().backward()
+    gc.collect()
+    known: dict[int, int] = {}
+    for one in gc.get_objects():
+        if isinstance(one, Tensor) and one.numel() > 10_000:
+            known[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    weights = 4_000_000
+    wires = 8 * 1.05e6 + 1.05e6  # of eight ranks, and of the sums: eight bits and scales
+    assert sum(known.values()) < weights + weights + wires  # the model, one gradient, wires
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda model, sgd: (loss_of(model, 0, 0).backward(), sgd.step()), "after 1 of 2 micro-batches"),
+        (lambda model, sgd: [loss_of(model, 0, 0).backward() for _ in range(3)], "micro-batch 3 of a step that has 2"),
+        (
+            lambda model, sgd: (
+                [f() for f in [loss_of(model, 0, 0).backward, loss_of(model, 0, 0).backward, sgd.step]]
+                + [loss_of(model, 0, 0).backward()]
+            ),
+            r"call zero_grad\(\) after each step",
+        ),
+    ],
+)
+def test_wrong_use_raises(use: Callable[..., Any], said: str) -> None:
+    model = network(8)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    thinwire.rehearse(model, "int8", world=2, optimizer=sgd)
+    with pytest.raises(CollectiveError, match=said):
+        use(model, sgd)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "needs a codec"),
+        ({"codec": "auto"}, "name a codec"),
+        ({"codec": "int8", "world": 0}, "world must be an integer"),
+        ({"codec": "int8", "accumulate": 1.5}, "accumulate must be an integer"),
+        ({"codec": "int8", "policy": {"nobody*": "int4"}}, "matches none"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        thinwire.rehearse(network(8), **options)
+    with pytest.raises(TypeError):
+        thinwire.rehearse(network(8), "int8", connections=3)  # type: ignore[call-arg]
+
+
+def test_nan_of_one_rank_is_named() -> None:
+    model = network(8)
+    thinwire.rehearse(model, "int8", world=3, on_nonfinite="raise")
+    loss_of(model, 0, 0).backward()
+    (loss_of(model, 0, 1) * float("nan")).backward()
+    with pytest.raises(NonfiniteError, match=r"on rank 1 holds NaN"):
+        loss_of(model, 0, 2).backward()
+
+
+def test_a_skipped_step_of_a_scaler_is_not_wrong_use() -> None:
+    model = network(8)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    thinwire.rehearse(model, "int8", world=2, optimizer=sgd)
+    for factor in (float("inf"), 1.0):
+        for micro in range(2):
+            (loss_of(model, 0, micro) * factor).backward()
+        if factor == 1.0:
+            sgd.step()
+        sgd.zero_grad()
+
+
+def test_a_parameter_without_gradients_keeps_none() -> None:
+    model = network(8)
+    unused = nn.Linear(3, 3)
+    thinwire.rehearse(nn.ModuleList([model, unused]), "int8", world=2)
+    for micro in range(2):
+        loss_of(model, 0, micro).backward()
+    assert unused.weight.grad is None
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_buckets_by_size() -> None:
+    sizes = [100_000, 200_000, 3_000_000, 5_000_000, 10]
+    parameters = [nn.Parameter(torch.empty(n, device="meta")) for n in sizes]
+    assert [[p.numel() for p in bucket] for bucket in buckets_of(parameters)] == [sizes[:2], sizes[2:4], sizes[4:]]
+    assert [len(bucket) for bucket in buckets_of(parameters, first=True)] == [5]
