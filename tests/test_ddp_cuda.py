@@ -78,7 +78,7 @@ def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: 
 def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, float]:
     channel, device = nccl_channel(), CUDA
     codec, cut = thinwire.codec("lloyd2"), chunks.Cut(N, 16_384)
-    memories = [feedback.Memory(N, torch.float32, device) for _ in range(2)]
+    memories = [feedback.LaneMemory(N, torch.float32, device) for _ in range(2)]
     gaps = feedback.Gaps([feedback.Piece("all", N)])
     carry = feedback.Classic(memories[0], 1, gaps) if kind == "classic" else feedback.EF21(*memories, 1, gaps)
     reducer = OneShot(channel.transport)

@@ -179,8 +179,8 @@ def visible_names(module: ModuleType) -> set[str]:
     return {name for name, value in vars(module).items() if not (name.startswith("_") or isinstance(value, hidden))}
 
 
-# Files, lines and classes of a room with all that is below it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (24, 5550, 65), "integrations": (20, 5000, 45)}
+# Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
+BUDGETS = {"collectives": (24, 5530, 65), "integrations": (20, 5001, 45)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)

@@ -11,7 +11,7 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 Both follow [Note: Feedback] in collectives/lane.py, which calls, for every span of a lane:
 
     message     out = what travels instead of x; they may share memory
-    owed        message minus x, if `keep` needs only what encoding loses of the sum; else None
+    owed        out = x; returns the message minus x, if all that `keep` needs is what encoding their sum loses
     sent        message = what `keep` needs, given what the other ranks read
     reduced     total += scale * own, this rank's own message; own = what `keep_own` needs
     keep        remember what `sent` left, or what was lost, if all ranks' numbers are finite

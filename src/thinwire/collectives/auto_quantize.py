@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial, update_wrapper
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,12 +71,7 @@ Arguments = dict[str, Any]  # of a call, by parameter name
 Verb = Callable[..., Work | None]
 
 
-class _Call(NamedTuple):
-    """A verb about to be called, and the tensors the caller will look at."""
-
-    verb: Verb
-    arguments: Arguments
-    outputs: Sequence[Tensor]
+_Call = tuple[Verb, Arguments, Sequence[Tensor]]  # about to be made, and the tensors the caller will look at
 
 
 _VERBS: dict[str, Verb] = {
@@ -107,14 +102,14 @@ def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
     many = many or [tensor.new_empty(0) for _ in one]
     receives, sends = (many, one) if gathers else (one, many)
     passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
-    return _Call(moves.all_to_all, passed | _only(arguments, "async_op"), outputs)
+    return moves.all_to_all, passed | _only(arguments, "async_op"), outputs
 
 
 def _reduce(arguments: Arguments) -> _Call:
     group = groups.resolve(arguments.get("group"))
     is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
     tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
-    return _Call(reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor])
+    return reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor]
 
 
 def _reduce_scatter(arguments: Arguments) -> _Call:
@@ -125,7 +120,7 @@ def _reduce_scatter(arguments: Arguments) -> _Call:
         raise CollectiveError(f"reduce_scatter: expected {output.numel()} elements, the output's, got {lengths}")
     whole = torch.cat([tensor.reshape(-1) for tensor in listed])
     passed = {"output": output, "input": whole} | _only(arguments, "op", "group", "async_op")
-    return _Call(reduce.reduce_scatter_tensor, passed, [output])
+    return reduce.reduce_scatter_tensor, passed, [output]
 
 
 def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
@@ -186,14 +181,19 @@ class _AutoQuantized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
         arguments = self._bind(args, kwargs)
-        call = self._call(arguments)
-        work = call.verb(**call.arguments, codec=self._codec)
+        rewrite = _REWRITES.get(self._name)
+        if rewrite is not None:
+            verb, arguments, outputs = rewrite(arguments)
+        else:
+            first = next(iter(arguments.values()))
+            verb, outputs = _VERBS[self._name], [first] if isinstance(first, Tensor) else list(first)
+        work = verb(**arguments | {"algorithm": _algorithm(verb, arguments)}, codec=self._codec)
         if self._quant_loss is None:
             return work
         if work is None:
-            _divide(call.outputs, self._quant_loss)
+            _divide(outputs, self._quant_loss)
             return None
-        return _then_divide(work, call.outputs, self._quant_loss)
+        return _then_divide(work, outputs, self._quant_loss)
 
     def __repr__(self) -> str:
         return f"auto_quantize({self._name}, {str(self._codec)!r}, quant_loss={self._quant_loss})"
@@ -211,28 +211,19 @@ class _AutoQuantized:
             raise TypeError(f"codec is given twice: auto_quantize wrapped {self._name} with {self._codec}")
         return arguments
 
-    def _call(self, arguments: Arguments) -> _Call:
-        rewrite = _REWRITES.get(self._name)
-        if rewrite is not None:
-            call = rewrite(arguments)
-        else:
-            first = next(iter(arguments.values()))
-            call = _Call(_VERBS[self._name], arguments, [first] if isinstance(first, Tensor) else list(first))
-        return call._replace(arguments=call.arguments | {"algorithm": _algorithm(call)})
 
-
-def _algorithm(call: _Call) -> str:
+def _algorithm(verb: Verb, arguments: Arguments) -> str:
     """One that compresses: for two ranks a single round costs the same bytes and rounds once instead of twice."""
-    asked: str = call.arguments.get("algorithm", "auto")
+    asked: str = arguments.get("algorithm", "auto")
     if asked == "plain":
         raise CollectiveError(
             "algorithm='plain' sends nothing through a codec: call the collective without auto_quantize"
         )
     if asked != "auto":
         return asked
-    if call.verb not in _REDUCES:
+    if verb not in _REDUCES:
         return "compressed"
-    return "one_shot" if groups.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
+    return "one_shot" if groups.resolve(arguments.get("group")).size() <= 2 else "two_phase"
 
 
 def _divide(outputs: Sequence[Tensor], by: float) -> None:

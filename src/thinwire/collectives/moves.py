@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -39,7 +39,10 @@ def all_gather_into_tensor(
     is exact. Such calls are blocking.
     """
     if feedback is not None:
-        _gather_differences(output_tensor, input_tensor, group, async_op, codec, algorithm, step, feedback)
+        if async_op:
+            raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
+        gather = functools.partial(all_gather_into_tensor, group=group, codec=codec, step=step)
+        _gather_differences(gather, output_tensor, input_tensor, groups.resolve(group).rank(), algorithm, feedback)
         return None
     given = (output_tensor, input_tensor)
     call = known_call("all_gather", given, group, step, codec, algorithm)
@@ -74,26 +77,15 @@ all_gather_single = all_gather_into_tensor
 
 
 def _gather_differences(
-    output: Tensor,
-    input: Tensor,
-    group: groups.Group,
-    async_op: bool,
-    codec: str | Codec,
-    algorithm: VerbAlgorithm,
-    step: int | None,
-    feedback: RowCopy,
+    gather: Callable[..., object], output: Tensor, input: Tensor, rank: int, algorithm: VerbAlgorithm, feedback: RowCopy
 ) -> None:
-    if async_op:
-        raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
     copy = feedback.tensor
     if copy is None or copy.shape != output.shape or copy.dtype != output.dtype:
-        all_gather_into_tensor(output, input, group, codec=codec, algorithm="plain", step=step)
+        gather(output, input, algorithm="plain")
         feedback.begin(output)
         return
-    own = copy.view(-1, input.numel())[groups.resolve(group).rank()]
-    difference = input.detach().reshape(-1) - own
-    way: VerbAlgorithm = "compressed" if algorithm == "auto" else algorithm
-    all_gather_into_tensor(output, difference, group, codec=codec, algorithm=way, step=step)
+    difference = input.detach().reshape(-1) - copy.view(-1, input.numel())[rank]
+    gather(output, difference, algorithm="compressed" if algorithm == "auto" else algorithm)
     feedback.add_to(output.detach())
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -24,8 +24,6 @@ from thinwire.errors import CollectiveError
 
 SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
 VerbAlgorithm = Literal["auto", "compressed", "plain"]
-SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
-VERB_ALGORITHMS = ("auto", "compressed", "plain")
 _GLOO_DTYPES = (  # that all of its verbs take
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
@@ -212,7 +210,7 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
 def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
     """Decide how an all_reduce runs on a group (one transport) or on a mesh of nodes (two: across, inside)."""
     numel = sum(key.lengths)
-    check_algorithm(key.algorithm, SUM_ALGORITHMS)
+    check_algorithm(key.algorithm, get_args(SumAlgorithm))
     on_mesh = len(links) == 2
     if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
         raise CollectiveError(
@@ -247,7 +245,7 @@ def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
 
 def plan_verb(key: PlanKey, link: Transport, choose: Choose, most: int) -> CallPlan:
     """Decide how a verb moves its elements, `most` in all where a rank knows only its own."""
-    check_algorithm(key.algorithm, VERB_ALGORITHMS)
+    check_algorithm(key.algorithm, get_args(VerbAlgorithm))
     numel = key.numel(link.world) or most
     codecs = _named(key, numel)
     plain = CallPlan(str(key), reduction=key.reduction, source=key.source)

@@ -12,6 +12,7 @@ from thinwire.collectives.channel import channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
+from thinwire.collectives.groups import Group
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import RowMessage, row_operation
@@ -25,7 +26,7 @@ from thinwire.feedback import RowFeedback
 def all_reduce(
     tensor: Tensor,
     op: Op = SUM,
-    group: groups.Group = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -49,7 +50,7 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Op = SUM,
-    group: groups.Group = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -64,7 +65,7 @@ def _all_reduce(
     verb: str,
     tensors: Sequence[Tensor],
     op: Op,
-    group: groups.Group,
+    group: Group,
     async_op: bool,
     codec: Codecs,
     algorithm: str,
@@ -112,7 +113,7 @@ def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
     op: Op = SUM,
-    group: groups.Group = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -127,7 +128,9 @@ def reduce_scatter_tensor(
     compressed and blocking, and overwrite `input`.
     """
     if feedback is not None:
-        _scatter_fed_back(output, input, op, group, async_op, codec, algorithm, step, feedback)
+        if async_op or algorithm == "plain":
+            raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
+        _scatter_fed_back(output, input, op, group, codec, step, feedback)
         return None
     given = (output, input)
     call = known_call("reduce_scatter", given, group, step, codec, algorithm, op)
@@ -162,18 +165,8 @@ reduce_scatter_single = reduce_scatter_tensor
 
 
 def _scatter_fed_back(
-    output: Tensor,
-    input: Tensor,
-    op: Op,
-    group: groups.Group,
-    async_op: bool,
-    codec: str | Codec,
-    algorithm: str,
-    step: int | None,
-    feedback: RowFeedback,
+    output: Tensor, input: Tensor, op: Op, group: Group, codec: str | Codec, step: int | None, feedback: RowFeedback
 ) -> None:
-    if async_op or algorithm == "plain":
-        raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
     target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
     channel = channel_of(groups.resolve(group), target.device)
     if source.numel() != channel.world * target.numel() or not (source.is_contiguous() and target.is_contiguous()):
@@ -190,7 +183,7 @@ def _scatter_fed_back(
     message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [(carry, None, None)])
 
 
-def explain(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = "int8") -> Choice:
+def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
     """What all_reduce(tensor, group=group, codec=codec) does by default, and why, by the measurements there are.
 
     `print(thinwire.explain(tensor))` shows the measured link and every algorithm's predicted time and bytes, or how to
@@ -204,7 +197,7 @@ def explain(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = 
     return cost.explained(measured, curve, part.numel(), members.size())
 
 
-def measure(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = "int8") -> Choice:
+def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
     """Measure what each algorithm takes for all_reduce(tensor, group=group, codec=codec), now, and explain.
 
     All ranks of the group must call it. `algorithm="auto"` does the same at its first call of a kind; what was measured

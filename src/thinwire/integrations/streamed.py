@@ -42,9 +42,8 @@ class StreamedBucket:
             lambda scratch: ((whole := scratch.view(message.dtype)), whole.split(lengths)),
             self._program.scratch_end,
         )
-        self._device = device
         self._kernels: Any = kernels.select(device)
-        self._note = torch.empty(0)  # which chunks were not finite
+        self._note = torch.empty(0, device=device)  # which chunks were not finite
         self._chunks = 0  # that were averaged
         self._number = 0  # of the call that runs
         self.is_new = True  # until it has run
@@ -52,7 +51,7 @@ class StreamedBucket:
     def begin(self, tally: Tally) -> None:
         """A call of it comes next, whose chunks that are not finite `tally` counts."""
         if self.is_new:
-            self._note = tally.new_note(self._device)
+            self._note = tally.new_note(self._note.device)
         self._number = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
 

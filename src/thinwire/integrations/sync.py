@@ -19,6 +19,7 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
+from thinwire.collectives.work import Work
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
@@ -146,11 +147,10 @@ class GradientSync:
             channel = bucket.message.channel
             site = Call(channel, bucket.message.text).site
             streamed.begin(self.tally)
-            given = (gradients.buffer,)
-            done: Any = channel.start(streamed, given, (), self._step, site, True, first=streamed.is_new)
+            new, given = streamed.is_new, (gradients.buffer,)
+            started: Work = channel.start(streamed, given, (), self._step, site, True, first=new)
             streamed.is_new = False
-            on_stream: Future[Tensor] = done.future_of(output)
-            return on_stream
+            return started.future_of(output)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.chooser.measuring:

@@ -160,13 +160,11 @@ class ShardSync(GradientSync):
         return Bad(self._note, self._calls)
 
     def _watched(self, rows: BucketPlan, world: int, device: torch.device) -> list[Watched]:
-        found: list[Watched] = []
-        for lane, carry in zip(rows.lanes, rows.carries, strict=True):
-            watch = None
-            if self.chooser.measuring:
-                watch = self.errors.watch([*lane.pieces] * world, device).lost
-            found.append((carry, watch, self.tally.checked))
-        return found
+        pairs = zip(rows.lanes, rows.carries, strict=True)
+        if not self.chooser.measuring:
+            return [(carry, None, self.tally.checked) for _, carry in pairs]
+        watch = self.errors.watch
+        return [(carry, watch([*n.pieces] * world, device).lost, self.tally.checked) for n, carry in pairs]
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
