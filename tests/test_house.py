@@ -35,10 +35,10 @@ FLOORS = [
     {"integrations.fsdp"},
     {"integrations.__init__", "integrations.lightning", "integrations.accelerate"},
     {"integrations.transformers"},
-    {"hooks"},
-    {"tools.local", "tools.recommend"},
+    {"hooks", "rehearsal"},
+    {"tools.local", "tools.pairs", "tools.recommend"},
     {"tools.bench"},
-    {"tools.report", "tools.advise"},
+    {"tools.report", "tools.advise", "tools.rehearsal"},
     {"tools.cli"},
     {"tools", "__main__"},
 ]

@@ -268,6 +268,7 @@ class Rehearsal(Handle):
         self._errors = StepErrors()
         self._tally = Tally()
         self._noise = noise
+        self._generator = torch.Generator().manual_seed(0)
         self._most = world * accumulate  # micro-batches of a step
         self._micro = 0  # of the present step
         self._held: list[list[Tensor | None]] = []  # gradients of ranks that have had some of their micro-batches
@@ -413,7 +414,10 @@ class Rehearsal(Handle):
             if weighed:
                 torch._foreach_mul_([views[i] for i in weighed], roots)
             if self._noise:
-                buffer *= 1 + self._noise * torch.randn_like(buffer)
+                drawn = torch.randn(
+                    bucket.numel, generator=self._generator
+                )  # the script's own numbers stay as they are
+                buffer *= 1 + self._noise * drawn.to(buffer)
             for parameter, view in zip(bucket.parameters, views, strict=True):
                 parameter.grad = view if id(parameter) in self._met else None
             self._tally.sent(bucket.sent_bytes, bucket.plain_bytes)
