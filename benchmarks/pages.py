@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import charts
+from benchmarks import charts, compare
 from benchmarks.charts import BarChart
 from benchmarks.command import start
 from thinwire import __version__
@@ -20,7 +20,7 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import compare, kinds, tables
+from thinwire.tools.report import kinds, tables
 from thinwire.tools.report.cells import TextGrid, text
 
 TITLE = "thinwire report"

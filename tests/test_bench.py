@@ -442,7 +442,7 @@ def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> Non
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["link", "--world", "1"], "Invalid value for '--world'"),
         (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
-        (["step", "--swift"], "No such option: --swift (Possible options: --all, --backend"),
+        (["step", "--swift"], "No such option: --swift (Possible options: --backend"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None:

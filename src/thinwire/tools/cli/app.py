@@ -17,14 +17,13 @@ _COMMANDS = {  # each a module of this room
     "demo": "See it work: train a small GPT plainly and compressed.",
     "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
-    "report": "Show records as tables, and compare two.",
+    "report": "Show records as tables.",
     "doctor": "Say what works on this machine, and what to do.",
 }
 _EPILOG = """\b
 Exit status:
   0    done
-  1    it failed, something is broken (doctor), or a result got worse or is missing (report
-       --fail-on-regression)
+  1    it failed, or something is broken (doctor)
   2    the command was not understood: the message says what is allowed
   130  interrupted; what was measured until then is kept
   141  the reader of the output went away (thinwire report ... | head -1)

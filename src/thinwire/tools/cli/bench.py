@@ -45,7 +45,6 @@ def link_command(
     link: LinkRate = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """What the link between ranks gives: the time of messages of 1 kB to 16 MB, and their rate.
 
@@ -79,7 +78,6 @@ def collectives_command(
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
 
@@ -126,7 +124,6 @@ def step_command(
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """The time of a training step with each codec, beside plain torch and torch's bf16, interleaved; default 2 ranks.
 

@@ -28,7 +28,6 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help=STEPS)] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE", help=LINK)] = None,
     json: flags.Json = None,
-    whole: screen.All = False,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
 ) -> None:
     """See it work: ranks on this machine train a small GPT, plainly and once per codec.

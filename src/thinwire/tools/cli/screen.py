@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich import progress as bars
@@ -83,8 +83,6 @@ def _add_what_is_allowed(error: Any) -> None:
 class _Console(Console):
     """Tells a reader that went away to the root command, which knows the status."""
 
-    shows_all = False  # columns of tables, whether they fit or not
-
     def on_broken_pipe(self) -> None:
         """rich would exit with 1."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -94,23 +92,7 @@ def console(*, stderr: bool = False) -> Console:
     """A console on standard output or error: no colour unless it is a terminal, none under NO_COLOR."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDE
-    made = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-    made.shows_all = "all" in _shown
-    return made
-
-
-_shown: set[str] = set()  # "all", while a command runs that was given --all
-
-
-def _remember(asked: bool) -> bool:
-    """Called for every command that has the flag, given or not."""
-    _shown.clear()
-    _shown.update({"all"} if asked else ())
-    return asked
-
-
-ALL = "On a narrow terminal, show the columns of tables that do not fit too."
-All = Annotated[bool, typer.Option("--all", callback=_remember, help=ALL)]
+    return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str, on: Console | None = None, style: str | None = None) -> None:
