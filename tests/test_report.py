@@ -64,6 +64,14 @@ def test_every_committed_record_has_tables(name: str) -> None:
         assert any(cell != cells.ABSENT for row in grid.rows for cell in row[grid.labels :])
 
 
+def test_a_kind_without_a_table_of_its_own_has_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `thinwire report` shows the records of studies."""
+    monkeypatch.setattr(kinds, "GRIDS", {})
+    (grid,) = kinds.grids(recorded("codec_cpu"))
+    assert grid.header == ["distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"]
+    assert (grid.labels, len(grid.rows)) == (2, len(recorded("codec_cpu").rows))
+
+
 def test_labels_that_are_the_same_everywhere_stand_in_the_title() -> None:
     rows = [{"verb": "all_reduce", "codec": codec, "world": 2, "link": "1gbit", "ms_p50": 1.0} for codec in ("a", "b")]
     (grid,) = kinds.grids(a_record("collectives", *rows))
