@@ -39,9 +39,6 @@ def test_in_a_pipe(program: Ended) -> None:
     none, bf16, lloyd2 = (float(str(row["bytes_per_step"])) for row in rows)
     assert (none, bf16) == (4 * 21408, 2 * 21408)  # a ring of two: each sends as much as it has
     assert 21408 * 2 / 8 < lloyd2 < 21408 * 4 / 8  # and vectors in 16 bits
-    curves: list[Any] = [row["curve"] for row in rows]
-    assert all([step for step, _ in curve] == [1, 2, 3] for curve in curves)
-    assert curves[0][0] == curves[1][0] == curves[2][0]  # weights and first batches are the same
     assert all(row["identical"] is True and row["loss_log_ratio"] is not None for row in rows)
 
 

@@ -19,18 +19,8 @@ def check(program: Ended) -> None:
     assert "terminate called" not in program.err, program.told
 
 
-@pytest.mark.program(EXITS, "fork", "20", "verb")
-def test_jobs_of_one_sum_end(program: Ended) -> None:
-    check(program)
-
-
-@pytest.mark.program(EXITS, "fork", "4", *OFTEN[1:])
-def test_jobs_that_train_end(program: Ended) -> None:
-    check(program)
-
-
-@pytest.mark.program(EXITS, "fork", "3", *ENDS)
-def test_jobs_with_something_left_end(program: Ended) -> None:
+@pytest.mark.program(EXITS, "fork", "2", *["verb"] * 4, *OFTEN[1:], *ENDS)
+def test_forked_jobs_end(program: Ended) -> None:
     check(program)
 
 

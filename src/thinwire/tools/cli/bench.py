@@ -6,11 +6,12 @@ from functools import partial
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from thinwire.errors import AdviceError, CodecError
 from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
-from thinwire.tools.bench.record import Record, write
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Json, LinkRate, Quick, Words, count, option
 from thinwire.tools.local import link as links, torchrun
@@ -170,7 +171,13 @@ def _hosts(backend: Backend, hosts: Words, link: str | None) -> list[int] | None
 
 
 @links.sigterm_as_ctrl_c()
-def deliver(measure: Callable[..., Record], json: str | None, *, quiet: bool = False) -> None:
+def deliver(
+    measure: Callable[..., Record],
+    json: str | None,
+    *,
+    quiet: bool = False,
+    show: Callable[[Record, Console], None] = tables.show,
+) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
     A row's note goes to standard error; where one has no time, or a file could not be written, the status is 1. quiet:
@@ -181,9 +188,9 @@ def deliver(measure: Callable[..., Record], json: str | None, *, quiet: bool = F
         record, status = screen.measured(measure)
     if quiet:
         raise typer.Exit(status)
-    written = screen.write_all({json: partial(write, record, json)} if json else {})  # the table's reader may go away
+    written = screen.written(record, json)  # first: the table's reader may go away
     if json != "-":
-        tables.show(record, screen.console())
+        show(record, screen.console())
     for row in record.rows:
         if row.get("note"):
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Interrupted, Progress, Record
+from thinwire.tools.bench.record import Interrupted, Progress, Record, write
 from thinwire.tools.recommend import Recommendation
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
@@ -141,18 +141,17 @@ def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
         return stop.record, INTERRUPTED
 
 
-def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
-    """Write each file, and complain of those that cannot be written; whether all could. "-" is standard output."""
-    written = True
-    for path, write in files.items():
-        try:
-            write()
-        except OSError as error:
-            if path == "-":
-                raise
-            typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
-            written = False
-    return written
+def written(record: Record, path: str | None) -> bool:
+    """Write a record where that is asked for; False, and a complaint, where the file cannot be written."""
+    try:
+        if path is not None:
+            write(record, path)
+    except OSError as error:
+        if path == "-":
+            raise
+        typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
+        return False
+    return True
 
 
 @contextlib.contextmanager
