@@ -19,7 +19,7 @@ def check(program: Ended) -> None:
     assert "terminate called" not in program.err, program.told
 
 
-@pytest.mark.program(EXITS, "fork", "2", *["verb"] * 4, *OFTEN[1:], *ENDS)
+@pytest.mark.program(EXITS, "fork", "1", *["verb"] * 12, *ENDS * 3, *OFTEN[1:])  # who trains imports for seconds
 def test_forked_jobs_end(program: Ended) -> None:
     check(program)
 
