@@ -2,8 +2,8 @@
 
 A run is a scheme and a seed. Finished runs are kept in a file, so that the next call goes on with what is missing. All
 replicas share one network: gradients are taken one replica after the other, averaged by simulated.py, and one
-optimiser takes the step. On a GPU the network computes in bf16 (autocast), its gradient is one CUDA graph, and weights,
-gradients and optimiser stay in fp32.
+optimizer takes the step. On a GPU the network computes in bf16 (autocast), its gradient is one CUDA graph, and weights,
+gradients and optimizer stay in fp32.
 """
 
 import gc

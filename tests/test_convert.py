@@ -44,7 +44,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def prepared(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
-    """A model whose quantisers have started, its scales away from where they started."""
+    """A model whose quantizers have started, its scales away from where they started."""
     torch.manual_seed(0)
     model = qat.prepare(Net().to(dtype), **how)
     qat.calibrate(model, [tokens()])
@@ -271,7 +271,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
 
 
 def test_models_without_quantized_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no quantised layers: run qat\.prepare"):
+    with pytest.raises(ValueError, match=r"Linear has no quantized layers: run qat\.prepare"):
         qat.convert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="converted already"):
         qat.convert(qat.convert(prepared()))
@@ -305,7 +305,7 @@ def test_a_weight_that_is_no_number_is_refused_and_the_model_left_alone() -> Non
 
 
 class Halved(LSQ):
-    """A quantiser whose numbers are not those of its scales."""
+    """A quantizer whose numbers are not those of its scales."""
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         return super().forward(x, rows) / 2

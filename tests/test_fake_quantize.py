@@ -1,4 +1,4 @@
-"""Fake quantisation: backends against the reference, the op against its formulas, layouts, graphs and bad input.
+"""Fake quantization: backends against the reference, the op against its formulas, layouts, graphs and bad input.
 
 Shape suffixes: O outer, C channels, I inner. `Grid` in kernels/schema.py has the formulas.
 """
@@ -544,8 +544,8 @@ GOOD: dict[str, Any] = {"x": torch.ones(4, 6), "scale": torch.ones(1), "quant_mi
         ({"offset": torch.ones(2)}, ValueError, "zero point or offset has 2 elements, the scale 1"),
         ({"x": torch.ones(4, 6, dtype=torch.int64)}, TypeError, "x must be floating point .*got torch.int64"),
         ({"x": torch.ones(4).to(torch.float8_e5m2)}, TypeError, "got torch.float8_e5m2"),
-        ({"scale": torch.ones(1, device="meta")}, ValueError, "x is on cpu and the scale on meta; move the quantiser"),
-        ({"offset": torch.ones(1, device="meta")}, ValueError, "its shift on meta; move the quantiser"),
+        ({"scale": torch.ones(1, device="meta")}, ValueError, "x is on cpu and the scale on meta; move the quantizer"),
+        ({"offset": torch.ones(1, device="meta")}, ValueError, "its shift on meta; move the quantizer"),
     ],
     ids=lambda value: None,
 )

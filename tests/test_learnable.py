@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync
+from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, thorough
 from ranks import RankPool
 from thinwire.qat import LearnableFakeQuantize, fake_quantize, ops
 
@@ -651,7 +651,7 @@ def compiled() -> Iterator[Callable[[torch.nn.Module], Any]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAveragePerChannelMinMaxObserver])
+@pytest.mark.parametrize("observer", [MinMaxObserver, *thorough(MovingAveragePerChannelMinMaxObserver)])
 def test_compiled_whole_in_every_mode(observer: Any, compiled: Callable[[torch.nn.Module], Any]) -> None:
     """Switches are seen: each costs one compilation. Two calls before one backward, as when weights are shared."""
     eager, whole = (
@@ -754,7 +754,7 @@ def test_in_a_qconfig_from_preparation_to_integers() -> None:
 
 
 def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]:
-    """Calibrate on data of this rank alone, then learn; the bytes of every quantiser after each part."""
+    """Calibrate on data of this rank alone, then learn; the bytes of every quantizer after each part."""
     warnings.simplefilter("error")
     rank = group.rank()
     torch.manual_seed(7)
@@ -777,7 +777,7 @@ def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]
         ddp(batch).square().sum().backward()
         optimizer.step()
     after.append(state_bytes(model))
-    model[0].scale.data.fill_(-1)  # as an optimiser may leave it
+    model[0].scale.data.fill_(-1)  # as an optimizer may leave it
     ddp(batches[0]).sum().backward()
     assert (model[0].scale == EPS).all()
     return [*after, state_bytes(model)]
@@ -846,6 +846,7 @@ def compiled_in_ddp(group: dist.ProcessGroup) -> bool:
     return quantizer.activation_post_process.min_val.item() == -2
 
 
+@pytest.mark.thorough
 def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
     assert ranks(2).run(compiled_in_ddp) == [True, True]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from cases import seeded, worlds
+from cases import seeded, thorough, worlds
 from ranks import RankPool
 from thinwire.qat import LSQ, LSQPlus, fake_quantize
 
@@ -233,7 +233,7 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantized(group: int) -> None:
 # --- the floor --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "lent"])
+@pytest.mark.parametrize("how", ["eager", *thorough("compiled"), "lent"])
 def test_a_scale_below_its_floor_is_raised_and_still_learns(how: str) -> None:
     quantizer, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
     start = quantizer.scale.detach().clone()
@@ -341,7 +341,7 @@ def test_a_start_that_is_half_done_is_continued() -> None:
 
 
 def test_a_checkpoint_of_other_bits_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"quant_range is -8\.\.7 in the checkpoint; this quantiser has -128\.\.127"):
+    with pytest.raises(RuntimeError, match=r"quant_range is -8\.\.7 in the checkpoint; this quantizer has -128\.\.127"):
         LSQ(8).load_state_dict(LSQ(4).state_dict())
     with pytest.raises(RuntimeError, match=r"0\.\.15"):
         LSQ(4).load_state_dict(LSQ(4, symmetric=False).state_dict())
@@ -447,7 +447,7 @@ def test_tensors_that_do_not_fit() -> None:
     quantizer(normal(3, 2))
     with pytest.raises(ValueError, match="3 elements, 5 expected"):
         quantizer(normal(5, 2))
-    with pytest.raises(ValueError, match="5 channels, the quantiser was sized for 3"):
+    with pytest.raises(ValueError, match="5 channels, the quantizer was sized for 3"):
         quantizer.initialize(normal(5, 2))
     with pytest.raises(ValueError, match="axis must be within"):
         LSQ(4, axis=2)(normal(5, 2))
@@ -540,5 +540,5 @@ def test_a_loaded_quantizer_compiles_whole() -> None:
     first, second = LSQ(4), LSQ(4)
     first(x)
     second.load_state_dict(first.state_dict())
-    assert "not initialised" not in repr(second)
+    assert "not initialized" not in repr(second)
     assert torch.equal(torch.compile(second, fullgraph=True, backend="eager")(x), first(x))

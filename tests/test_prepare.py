@@ -230,9 +230,9 @@ def test_a_name_of_no_layer_is_answered_with_those_there_are(skip: str) -> None:
 
 def test_nothing_left_to_quantize() -> None:
     model = qat.prepare(net())
-    with pytest.raises(ValueError, match=r"of 5 layers .* 0 are skipped and 5 are quantised already"):
+    with pytest.raises(ValueError, match=r"of 5 layers .* 0 are skipped and 5 are quantized already"):
         qat.prepare(model)
-    with pytest.raises(ValueError, match="nothing to quantise in this ReLU"):
+    with pytest.raises(ValueError, match="nothing to quantize in this ReLU"):
         qat.prepare(nn.ReLU())
 
 
@@ -265,7 +265,7 @@ def test_transformer_encoders_are_quantized_in_evaluation_too(layers: int) -> No
         z = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(z[~padding], y[~padding], rtol=1e-5, atol=1e-5)
     notes = {row.kind: row.note for row in qat.summary(model, quiet=True).rows}
-    assert notes["MultiheadAttention"] == "no quantised form"
+    assert notes["MultiheadAttention"] == "no quantized form"
     assert notes["NonDynamicallyQuantizableLinear"] == "its weight is read by the attention around it"
 
 
@@ -374,7 +374,7 @@ def test_a_scale_that_fell_in_the_last_step_converts_as_it_is_used() -> None:
     assert torch.equal(converted(tokens()), model.eval()(tokens()))
 
 
-# --- optimiser groups -------------------------------------------------------------------------------------------------
+# --- optimizer groups -------------------------------------------------------------------------------------------------
 
 
 def test_every_parameter_is_in_one_group() -> None:
@@ -416,7 +416,7 @@ def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]
     assert "first layer: 8 bits" in lines["wte"]
     assert lines["block.0"].endswith("skipped")
     assert "activation: no batch yet" in lines["conv"]
-    assert str(summary) == "4 layers quantised (2 and 8 bits), 1 in full precision"
+    assert str(summary) == "4 layers quantized (2 and 8 bits), 1 in full precision"
 
     row = summary.rows[1]
     weight, scale = (

@@ -117,10 +117,10 @@ def layers(model: nn.Module) -> list[QuantizedLayer]:
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fp32"])
-def test_all_methods_quantise_the_same_places(name: str) -> None:
-    quantised = layers(started(name))
-    assert [type(layer).__name__ for layer in quantised] == ["QuantizedConv2d"] * 3 + ["QuantizedLinear"]
-    for layer in quantised:
+def test_all_methods_quantize_the_same_places(name: str) -> None:
+    quantized = layers(started(name))
+    assert [type(layer).__name__ for layer in quantized] == ["QuantizedConv2d"] * 3 + ["QuantizedLinear"]
+    for layer in quantized:
         assert all(len(row.unique()) <= 4 for row in layer.quantized_weight().detach().flatten(1))
         x = torch.linspace(0, 2, 1000).expand(1, 1, -1)
         assert len(layer.quantized_input(x).detach().unique()) <= 4

@@ -215,7 +215,7 @@ def _installed(*names: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The processor's model name, from wherever this system tells it."""
+    """The processor's model name, from whichever source this system has."""
     sources = (("cat", "/proc/cpuinfo"), ("lscpu",), ("sysctl", "-n", "machdep.cpu.brand_string"))
     for command in sources:
         text = _output(*command) or ""

@@ -129,8 +129,8 @@ def _described(
 def print_verdict(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
     rates = [f"{units.nbytes(link.bytes_per_s)}/s and {units.duration(link.latency_s)}" for link in cluster.links]
-    told = f"{job.params:.3g} parameters in {_name(job.dtype)}, {units.duration(job.step_s)} of compute, {ranks}"
-    screen.say(f"{told}; links: {', '.join(rates) or 'none'} per message; kernels: {own.source}")
+    summary = f"{job.params:.3g} parameters in {_name(job.dtype)}, {units.duration(job.step_s)} of compute, {ranks}"
+    screen.say(f"{summary}; links: {', '.join(rates) or 'none'} per message; kernels: {own.source}")
     screen.say_choice(found.choice)
     screen.say(f"Why: {found.reason}.")
     screen.say_notes(found.notes)

@@ -80,7 +80,7 @@ def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
 
 
 def _say(works: bool | None, line: str) -> None:
-    """One line, in marks the stream can show, coloured on a terminal."""
+    """One line, in marks the stream can show, colored on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
     screen.console().print(Text.assemble((marks[works], STYLES[works]), f" {line}"), soft_wrap=True)
 

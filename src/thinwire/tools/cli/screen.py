@@ -81,7 +81,7 @@ def _add_what_is_allowed(error: Any) -> None:
 
 
 class _Console(Console):
-    """Tells a reader that went away to the root command, which knows the status."""
+    """Raises BrokenPipeError when the reader goes away, for the root command to set the exit status."""
 
     def on_broken_pipe(self) -> None:
         """rich would exit with 1."""
@@ -89,7 +89,7 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or error: no colour unless it is a terminal, none under NO_COLOR."""
+    """A console on standard output or error: no color unless it is a terminal, none under NO_COLOR."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDE
     return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -132,7 +132,7 @@ def progress() -> Iterator[Progress]:
 
 
 def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
-    """What a run measures, with a bar, and the exit status. After Ctrl-C the finished rows are kept."""
+    """Run a measurement with a progress bar. Returns the record, after Ctrl-C its finished rows, and the exit status."""
     try:
         with progress() as shown:
             return measure(progress=shown), 0

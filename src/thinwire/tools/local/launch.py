@@ -130,9 +130,9 @@ class World:
         return self.answers()
 
     def send(self, call: bytes) -> None:
-        """Send a pickled call to every rank, or nothing: that tells it to end."""
+        """Send a pickled call to every rank; an empty one ends it."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # the silence of a rank that died tells of it
+            with contextlib.suppress(OSError):  # answers() notices a rank that died
                 pipe.send_bytes(call)
 
     def answers(self) -> list[Any]:
@@ -201,7 +201,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, on_nccl: NcclRanks | None) -> None:
-    """Join the group, say so, answer calls until told to end."""
+    """Join the group, say so, answer calls until an empty one."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

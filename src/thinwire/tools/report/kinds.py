@@ -120,9 +120,9 @@ def table(kind: str, rows: Sequence[Row], prefix: str = "") -> TextGrid:
     """Labels that are the same in every row stand in the title."""
     title, columns, labels = TABLES[kind]
     same = [] if len(rows) == 1 else [one for one in columns[:labels] if len(distinct(rows, one.name)) == 1]
-    told = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)
+    labeled = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)
     kept = [one for one in columns if one not in same]
-    head = ". ".join(part for part in (prefix, told, title) if part)
+    head = ". ".join(part for part in (prefix, labeled, title) if part)
     return grid(head, rows, kept, labels - len(same))
 
 
