@@ -24,11 +24,6 @@ def test_forked_jobs_end(program: Ended) -> None:
     check(program)
 
 
-@pytest.mark.program(EXITS, "spawn", "1", "verb")
-def test_spawned_jobs_end(program: Ended) -> None:
-    check(program)
-
-
 @pytest.mark.program(
     "-m", "torch.distributed.run", "--nproc-per-node", "2", EXITS, "torchrun", "1", "verb", OMP_NUM_THREADS="1"
 )

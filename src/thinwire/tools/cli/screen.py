@@ -132,7 +132,7 @@ def progress() -> Iterator[Progress]:
 
 
 def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
-    """Run a measurement with a progress bar. Returns the record, after Ctrl-C its finished rows, and the exit status."""
+    """Run a measurement with a progress bar; return its record, after Ctrl-C the finished rows, and the exit status."""
     try:
         with progress() as shown:
             return measure(progress=shown), 0
