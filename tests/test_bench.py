@@ -262,7 +262,8 @@ def test_sizes() -> None:
 
 
 def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, link: Any = None) -> CollectiveCase:
-    return CollectiveCase(verb, world, link, numel, collectives.entries(["int8"], verb, world))
+    entries = collectives.entries(["int8"], verb, world)
+    return CollectiveCase(world=world, link=link, verb=verb, numel=numel, entries=entries)
 
 
 @pytest.mark.parametrize("verb", collectives.VERBS)
