@@ -1,4 +1,4 @@
-"""The one JSON schema of benchmark records. Open to report and advise, which read what bench wrote.
+"""The one JSON schema of benchmark records: bench writes them, report and advise read them.
 
 {"schema": 1, "kind": ..., "conditions": {...}, "rows": [{flat columns}]}
 

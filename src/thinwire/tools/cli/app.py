@@ -18,7 +18,7 @@ _COMMANDS = {  # each a module of this room
     "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
     "report": "Show records as tables.",
-    "doctor": "Say what works on this machine, and what to do.",
+    "doctor": "Report what works on this machine, and how to fix the rest.",
 }
 _EPILOG = """\b
 Exit status:

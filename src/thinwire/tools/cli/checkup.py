@@ -34,7 +34,7 @@ class Finding:
 def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
     """The findings, as they come.
 
-    follow: is handed the GPU kernels that are compiled for a self-test. full: compare all of them, for minutes.
+    follow: shows the progress of GPU kernels being compiled. full: compare all of them, which takes minutes.
     """
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)

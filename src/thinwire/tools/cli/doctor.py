@@ -32,7 +32,7 @@ def command(
     peers: Annotated[bool, typer.Option("--peers", help=PEERS)] = False,
     timeout: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help=TIMEOUT)] = None,
 ) -> None:
-    """Say what works on this machine, or between the ranks of a job, and what to do about the rest.
+    """Report what works on this machine, or between the ranks of a job, and how to fix the rest.
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
     is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not

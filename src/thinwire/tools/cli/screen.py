@@ -43,7 +43,7 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Ctrl-C, an output whose reader went away or whose disk is full: a status. A mistake: what is allowed as well."""
+    """Turn Ctrl-C and an output that cannot be written into an exit status; add what is allowed to usage errors."""
     try:
         try:
             yield
@@ -72,7 +72,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def _add_what_is_allowed(error: Any) -> None:
-    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
+    """typer names near matches only. Its exceptions are not public, so they are recognized by their attributes."""
     command = error.ctx.command
     if not getattr(error, "possibilities", True):
         error.possibilities = [name for flag in command.params for name in flag.opts if name.startswith("--")]
@@ -156,7 +156,7 @@ def written(record: Record, path: str | None) -> bool:
 
 @contextlib.contextmanager
 def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
-    """An error of these kinds is the user's: its text, the flag it came by, and exit status 2."""
+    """Report errors of these kinds as usage errors: the text, the flag, and exit status 2."""
     try:
         yield
     except kinds as error:
@@ -165,7 +165,7 @@ def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error thinwire raises on purpose: its text, and exit status 1."""
+    """Report a ThinwireError without a traceback: its text, and exit status 1."""
     try:
         yield
     except ThinwireError as error:

@@ -67,7 +67,7 @@ class DemoPlan:
         return windows[:, :-1], windows[:, 1:]
 
     def learning_rate(self, number: int) -> float:
-        """A short rise, then half a cosine down to zero: at a constant rate the last few batches decide the loss."""
+        """Warmup, then cosine decay to zero: at a constant rate the last few batches decide the loss."""
         rise = min(1.0, (number + 1) / (0.03 * self.steps + 1))
         return self.rate * rise * 0.5 * (1 + math.cos(math.pi * number / self.steps))
 
@@ -93,7 +93,7 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows of a run."""
+    """One rank's result of a training run."""
 
     loss: float  # a sum over its part of the text
     count: int  # of the letters in it
@@ -121,7 +121,7 @@ def run(
 
 
 def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
-    """Times first: then a row is complete as soon as its last seed is."""
+    """Times come first, so that a row is complete as soon as its last seed is trained."""
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
