@@ -94,7 +94,7 @@ def db_above_rd(lost: float, wire_bits: float) -> float | None:
 
 @lru_cache(maxsize=8)
 def lloyd_max_nmse(bits: int, rounds: int = 1000) -> float:
-    """NMSE of the best scalar quantiser of a Gaussian. Lloyd's rounds: edges halfway, levels at the means between."""
+    """NMSE of the best scalar quantizer of a Gaussian. Lloyd's rounds: edges halfway, levels at the means between."""
     normal = NormalDist()
     levels = [(2 * i + 1) / 2**bits - 1 for i in range(2**bits)]
     for _ in range(rounds):

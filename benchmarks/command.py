@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from benchmarks import delay
+from benchmarks import delay, kinds as _tables  # noqa: F401, the tables of studies
 from thinwire.tools.cli import screen
 from thinwire.tools.local.link import BenchError, ShapedLink
 

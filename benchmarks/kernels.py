@@ -3,7 +3,7 @@
 Every case measures a backend's own functions (`kernels.schema.Backend`), so the checks in front of them are not timed.
 Inputs are Gaussian; the speed of the kernels does not hang on the values. On a GPU every call goes round sets of
 buffers that together are several times its cache, so that small tensors come from memory as large ones do, kernel and
-copies alike. Torch's own ways to the same end are the functions of its quantisation hooks, and torch.compile of the
+copies alike. Torch's own ways to the same end are the functions of its quantization hooks, and torch.compile of the
 reference. What the parts of a run are stands in `thinwire bench kernels --help`.
 """
 
@@ -286,7 +286,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HookCase(KernelCase):
-    """What torch's quantisation hook does to a bucket before or after its messages; `name` is one of HOOKS."""
+    """What torch's quantization hook does to a bucket before or after its messages; `name` is one of HOOKS."""
 
     part: str = "rivals"
 
@@ -308,7 +308,7 @@ class HookCase(KernelCase):
 
 @dataclass(frozen=True)
 class TorchHook:
-    """What a quantisation hook of torch does before and after its messages, and its scales per so many elements."""
+    """What a quantization hook of torch does before and after its messages, and its scales per so many elements."""
 
     encode: Callable[[Tensor], Quantized]
     decode: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -317,7 +317,7 @@ class TorchHook:
 
 
 def _per_tensor_encode(x: Tensor) -> Quantized:
-    """As in `quantization_pertensor_hook`: observe, bring scale and zero point to the device, quantise."""
+    """As in `quantization_pertensor_hook`: observe, bring scale and zero point to the device, quantize."""
     observer = MinMaxObserver().to(x.device)
     observer(x)
     scale, zero = torch.FloatTensor([*observer.calculate_qparams()]).to(x.device)
@@ -325,7 +325,7 @@ def _per_tensor_encode(x: Tensor) -> Quantized:
 
 
 def _per_channel_encode(x: Tensor) -> Quantized:
-    """As in `quantization_perchannel_hook`: pad to channels, observe, quantise channel by channel."""
+    """As in `quantization_perchannel_hook`: pad to channels, observe, quantize channel by channel."""
     padded = torch.nn.functional.pad(x, (0, CHANNEL - len(x) % CHANNEL), mode="constant", value=0)
     x_CB = padded.view(-1, CHANNEL).to(x.device)
     observer = PerChannelMinMaxObserver().to(x.device)

@@ -1,12 +1,12 @@
-"""The benchmark of quantisation-aware training. A run has parts:
+"""The benchmark of quantization-aware training. A run has parts:
 
-speed   what fake quantisation costs beside plain copies and torch's own op (bench/qat_speed.py)
+speed   what fake quantization costs beside plain copies and torch's own op (bench/qat_speed.py)
 train   what a network of three convolutions reaches on scikit-learn's digits at a few bits, by method
 
 A seed fixes the split into training and test images, the first weights and every batch. The network is trained in fp32
 once per seed; every method starts from there and takes the same steps on the same batches. The methods are thinwire's
-quantisers, torch's, and controls that ought to fail. All quantise the same layers of the same network, weights by
-output channel and activations by tensor. To add one: write a function that quantises a network in place and enter it in
+quantizers, torch's, and controls that ought to fail. All quantize the same layers of the same network, weights by
+output channel and activations by tensor. To add one: write a function that quantizes a network in place and enter it in
 `METHODS`.
 """
 
@@ -51,7 +51,7 @@ LATER = 1 << 16  # added to a seed: other batches than in fp32
 MOST_WORKERS = 8  # each holds a torch of its own
 TASK = "digits"
 HELD_OUT = 5  # one image in so many is a test image
-START = 256  # images from which quantisers take their first ranges
+START = 256  # images from which quantizers take their first ranges
 MOMENTUM = 0.9
 FULL_BITS = 32  # of fp32
 COARSE = 4  # bits up to which a grid is coarse
@@ -62,7 +62,7 @@ FP32 = "fp32"
 
 @dataclass(frozen=True)
 class Method:
-    """How all layers of a network are quantised in place, given the bits of weights and activations."""
+    """How all layers of a network are quantized in place, given the bits of weights and activations."""
 
     name: str
     quantize: Callable[[nn.Module, int], None]
@@ -71,7 +71,7 @@ class Method:
     at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
 
     def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
-        """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
+        """Quantize a trained network, let its quantizers take their ranges from some images, and let them learn."""
         self.quantize(model, bits)
         with torch.no_grad():
             model.eval()(images)
@@ -122,7 +122,7 @@ class AbsmaxAlways(AbsmaxStart):
 
 
 class FakeQuantAdapter(nn.Sequential):
-    """A quantiser by torch's names in the place of one of thinwire's."""
+    """A quantizer by torch's names in the place of one of thinwire's."""
 
     group = 0
 
@@ -169,7 +169,7 @@ def rate_at(bits: int) -> float:
     """The rate of SGD, which falls from there by half a cosine to nothing.
 
     At more than 4 bits, short of fp32, it is a tenth, as in the LSQ paper: scales are so small there that a step of the
-    optimiser can take them past zero.
+    optimizer can take them past zero.
     """
     return RATE / 10 if COARSE < bits < FULL_BITS else RATE
 
@@ -207,7 +207,7 @@ def split(seed: int, device: torch.device) -> Split:
 
 
 def network(schedule: QATSchedule, seed: int) -> nn.Module:
-    """Three convolutions, each normalised by the batch, and a linear layer. torch's generator is left as it was."""
+    """Three convolutions, each normalized by the batch, and a linear layer. torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         a, b, c = schedule.widths
@@ -235,7 +235,7 @@ def train(model: nn.Module, seen: Split, epochs: int, rate: float, seed: int) ->
                 functional.cross_entropy(model(seen.images[batch]), seen.labels[batch]).backward()
                 optimizer.step()
                 schedule.step()
-    except ValueError:  # what a quantiser raises whose scale fell to zero
+    except ValueError:  # what a quantizer raises whose scale fell to zero
         return False
     return True
 

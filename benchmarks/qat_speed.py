@@ -1,4 +1,4 @@
-"""What fake quantisation costs: forward and backward beside plain copies and torch's own learnable op, interleaved.
+"""What fake quantization costs: forward and backward beside plain copies and torch's own learnable op, interleaved.
 
 [Note: Floor] The least that any implementation moves, measured in the same run. Forward: a copy of x. Backward: an add
 that reads x and the gradient of y and writes that of x. Together: the sum of the two.

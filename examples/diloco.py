@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone for `--every` steps and average what they learnt, so that almost nothing is sent.
+"""DiLoCo: ranks train alone for `--every` steps and average what they learned, so that almost nothing is sent.
 
     torchrun --nproc-per-node 2 examples/diloco.py
     torchrun --nproc-per-node 2 examples/diloco.py --codec lloyd2 --fragments 4 --overlap 2

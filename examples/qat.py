@@ -1,4 +1,4 @@
-"""Quantisation-aware training under DDP: weights of 4 bits are learned from gradients that travel in 4 bits.
+"""Quantization-aware training under DDP: weights of 4 bits are learned from gradients that travel in 4 bits.
 
     torchrun --nproc-per-node 2 examples/qat.py
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import benchmarks.kinds  # noqa: F401, the tables of studies
 from compared import Checked, compare, misses
 from thinwire.errors import RecordError
 from thinwire.tools import recommend

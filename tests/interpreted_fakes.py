@@ -1,4 +1,4 @@
-"""The Triton kernels of fake quantisation under Triton's interpreter, against the reference: a script of its own.
+"""The Triton kernels of fake quantization under Triton's interpreter, against the reference: a script of its own.
 
 `TRITON_INTERPRET=1 python tests/interpreted_fakes.py [everything]`, as tests/interpreted.py for the codecs. Prints a
 line for every case that differs, and ends with their number.

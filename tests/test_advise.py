@@ -1,4 +1,4 @@
-"""`thinwire advise`: units, the formula beside committed records, the rule, the command, ranks that measure."""
+"""`thinwire advise`: units, the formula beside committed records, the rule, the command."""
 
 import ast
 import inspect
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner, Result
 
@@ -18,16 +17,13 @@ import figures
 import thinwire
 from cases import generated
 from compared import BF16, Checked, compare
-from programs import Ended
-from ranks import RankPool
 from thinwire.codecs import BlockInt, Cast, Lloyd, codec
 from thinwire.errors import AdviceError
 from thinwire.tools import recommend
-from thinwire.tools.advise import cluster as clusters, measure, model, units, verdict
+from thinwire.tools.advise import cluster as clusters, model, units, verdict
 from thinwire.tools.advise.cluster import PAYLOAD, Cluster, LinkModel, Machine
 from thinwire.tools.advise.model import PLAIN, SumScheme, TrainingJob
 from thinwire.tools.cli.app import app
-from thinwire.tools.local import torchrun
 from thinwire.tools.recommend import BF16_HOOK, Loss, Way
 
 GPU = clusters.recorded("cuda")
@@ -416,12 +412,6 @@ def call(line: str) -> Result:
     return CliRunner().invoke(app, ["advise", *line.split()], prog_name="thinwire")
 
 
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in torchrun.ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_the_table_is_plain_and_follows_the_advice() -> None:
     result = call(LARGE)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -447,27 +437,6 @@ def test_json_is_json_alone() -> None:
     assert best["step_s"] < 1.3
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "--params 13e9 --world 8 --inter 25gbit --step 1s",
-            "Shard it with FSDP2 (torch's fully_shard): 26 GB per rank",
-        ),
-        (
-            "--params 13e9 --world 2 --inter 25gbit --step 1s",
-            "Nor can FSDP2: 104 GB per rank, and activations. It takes at least 2",
-        ),
-        (f"{SMALL} --memory 100MB", "it needs about 625 MB per rank, and there are 100 MB (--memory)"),
-    ],
-)
-def test_what_ddp_cannot_hold_is_sharded(line: str, said: str) -> None:
-    result = call(line)
-    assert (result.exit_code, "DDP cannot hold this model" in result.stdout) == (0, True)
-    assert said in result.stdout
-    assert json.loads(call(f"{line} --json").stdout)["schemes"] == []
-
-
 def test_flags_change_the_prediction() -> None:
     def step(more: str, scheme: str = "lloyd2 one_shot") -> float:
         rows = json.loads(call(f"{SMALL} --json {more}").stdout)["schemes"]
@@ -486,7 +455,7 @@ def test_flags_change_the_prediction() -> None:
     "line",
     [
         "--params 1 --world 2 --inter 1bit/s --step 0s",
-        "--params 1e18 --world 1e9 --inter 1e9GB/s --step 1e9s --memory 1e9GB",
+        "--params 1e18 --world 1e9 --inter 1e9GB/s --step 1e9s",
     ],
 )
 def test_the_largest_and_smallest_are_predicted_too(line: str) -> None:
@@ -509,81 +478,10 @@ def test_the_largest_and_smallest_are_predicted_too(line: str) -> None:
         (f"{LARGE} --codecs int9", "unknown codec 'int9'"),
         (f"{LARGE} --cores 4", "Invalid value for --cores: goes with --device cpu"),
         (f"{SMALL} --intra 1GB/s", "Invalid value for --intra: no other rank uses that link"),
-        (f"{SMALL} --losses x.json", "No such option: --losses"),
+        (f"{SMALL} --memory 80GB", "No such option: --memory"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(line: str, said: str) -> None:
     result = call(line)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in " ".join(result.stderr.split())
-
-
-# --- ranks that measure -----------------------------------------------------------------------------------------------
-
-
-def linked(group: dist.ProcessGroup, per_node: int) -> Cluster:
-    with torchrun.job(torch.device("cpu")):  # there is a group already, and it stays
-        found = measure.links(torch.device("cpu"), per_node)
-    assert dist.is_initialized()
-    return found
-
-
-def test_ranks_measure_both_links_and_agree(ranks: RankPool) -> None:
-    found = ranks(4).run(linked, 2)
-    assert all(part == found[0] for part in found)
-    (cluster, *_) = found
-    assert (cluster.world, cluster.per_node, cluster.transport) == (4, 2, "gloo")
-    for link in (cluster.across, cluster.inside):
-        assert link is not None
-        assert 1e7 < link.bytes_per_s < 1e11  # loopback: between a slow disk's rate and memory's
-        assert 1e-6 < link.latency_s < 1.0
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "advise")
-
-
-@pytest.mark.program(
-    *(*TORCHRUN, "--params", "1e6", "--step", "10ms", "--codecs", "int8", "--json"),
-    OMP_NUM_THREADS="1",
-    GLOO_SOCKET_IFNAME="lo",
-)
-def test_torchrun_measures_and_rank_0_prints(program: Ended) -> None:
-    assert program.status == 0, program.told
-    found = json.loads(program.out)  # one answer, of one rank
-    assert 1e7 < found["cluster"]["inside"]["bytes_per_s"] < 1e11
-    assert found["cluster"]["world"] == found["cluster"]["per_node"] == 2
-    assert [scheme["scheme"] for scheme in found["schemes"] if scheme["codec"] == "int8"] == ["int8 one_shot"]
-
-
-@pytest.mark.parametrize(
-    ("rank", "world", "flags", "said"),
-    [
-        ("first", "2", "", "RANK must be a whole number, 0 .. 1, got 'first'"),
-        ("2", "2", "", "RANK must be a whole number, 0 .. 1, got '2'"),
-        ("0", "two", "", "WORLD_SIZE must be a whole number, 1 or more, got 'two'"),
-        ("0", "2", "--inter 25gbit", "--inter: under torchrun it is measured: leave it out"),
-    ],
-)
-def test_a_launcher_is_believed_unless_it_makes_no_sense(
-    rank: str, world: str, flags: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in zip(torchrun.ENVIRONMENT, (rank, world, "localhost", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    result = call(f"--params 7e9 --step 1s {flags}")
-    assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
-    assert call(f"{LARGE} --no-measure").exit_code == 0
-
-
-def test_ranks_that_do_not_meet_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(torchrun.ENVIRONMENT, ("0", "2", "localhost", "0"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-
-    def fail(backend: str, timeout: None) -> None:
-        raise ValueError(f"no {backend} here")
-
-    monkeypatch.setattr(dist, "init_process_group", fail)
-    result = call("--params 7e9 --step 1s --device cpu")
-    assert result.exit_code == 1
-    assert "the ranks did not find each other (no gloo here); start them all with torchrun" in result.stderr

@@ -261,7 +261,8 @@ def test_sizes() -> None:
 
 
 def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, link: Any = None) -> CollectiveCase:
-    return CollectiveCase(verb, world, link, numel, collectives.entries(["int8"], verb, world))
+    entries = collectives.entries(["int8"], verb, world)
+    return CollectiveCase(world=world, link=link, verb=verb, numel=numel, entries=entries)
 
 
 @pytest.mark.parametrize("verb", collectives.VERBS)
@@ -441,7 +442,7 @@ def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> Non
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["link", "--world", "1"], "Invalid value for '--world'"),
         (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
-        (["step", "--swift"], "No such option: --swift (Possible options: --all, --backend"),
+        (["step", "--swift"], "No such option: --swift (Possible options: --backend"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None:

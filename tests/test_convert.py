@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import sys
 import weakref
 from typing import Any
@@ -45,7 +44,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def prepared(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
-    """A model whose quantisers have started, its scales away from where they started."""
+    """A model whose quantizers have started, its scales away from where they started."""
     torch.manual_seed(0)
     model = qat.prepare(Net().to(dtype), **how)
     qat.calibrate(model, [tokens()])
@@ -116,17 +115,6 @@ def test_outputs_are_the_prepared_models_bit_for_bit(how: dict[str, Any]) -> Non
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     model = prepared(dtype)
     assert_same(qat.convert(model)(tokens()).detach(), model(tokens()).detach())
-
-
-def test_convolutions_in_two_dimensions_keep_their_memory_format() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    model = qat.prepare(model.to(memory_format=torch.channels_last))
-    x = torch.randn(2, 2, 6, 6, generator=seeded(2)).contiguous(memory_format=torch.channels_last)
-    want = model(x).detach()
-    converted = qat.convert(model)
-    assert converted[0].quantized_weight().stride() == model[0].weight.stride()
-    assert_same(converted(x).detach(), want)
 
 
 # --- what is left, and what it takes ----------------------------------------------------------------------------------
@@ -200,16 +188,6 @@ def test_in_place_the_floats_are_gone() -> None:
     assert called == ["up"]
 
 
-def test_modes_are_kept() -> None:
-    model = prepared()
-    model.up.eval()
-    converted = qat.convert(model)
-    assert converted.training
-    assert not converted.up.training
-    assert not converted.up.integer_weight.training
-    assert converted.down.integer_weight.training
-
-
 # --- embeddings -------------------------------------------------------------------------------------------------------
 
 
@@ -275,25 +253,10 @@ def test_a_skeleton_on_the_meta_device_takes_a_checkpoint() -> None:
     assert qat.weight_bytes(skeleton) == qat.weight_bytes(converted)
 
 
-def test_a_range_found_by_the_data_is_loaded_with_it() -> None:
-    weight = torch.randn(3, 4, generator=seeded(6))
-    held = IntegerWeight(weight, LSQ(4, symmetric="auto", axis=0).initialize(weight))
-    other = IntegerWeight(weight.abs(), LSQ(4, symmetric="auto", axis=0).initialize(weight.abs()))
-    other.load_state_dict(held.state_dict())
-    assert_same(other(), held())
-
-
 def test_other_bits_are_not_loaded() -> None:
     narrow = qat.convert(prepared(weight_bits=2))
     with pytest.raises(RuntimeError, match=r"up\.integer_weight\.packed"):
         qat.convert(prepared(weight_bits=4)).load_state_dict(narrow.state_dict())
-
-
-def test_copies_and_pickles() -> None:
-    converted = qat.convert(prepared(quantizer=LSQPlus))
-    for again in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
-        assert_same(again(tokens()).detach(), converted(tokens()).detach())
-        assert again.wte.integer_weight is again.head.integer_weight
 
 
 def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
@@ -308,7 +271,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
 
 
 def test_models_without_quantized_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no quantised layers: run qat\.prepare"):
+    with pytest.raises(ValueError, match=r"Linear has no quantized layers: run qat\.prepare"):
         qat.convert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="converted already"):
         qat.convert(qat.convert(prepared()))
@@ -342,7 +305,7 @@ def test_a_weight_that_is_no_number_is_refused_and_the_model_left_alone() -> Non
 
 
 class Halved(LSQ):
-    """A quantiser whose numbers are not those of its scales."""
+    """A quantizer whose numbers are not those of its scales."""
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         return super().forward(x, rows) / 2
@@ -361,12 +324,4 @@ def test_layers_whose_weight_is_made_elsewhere_are_refused() -> None:
     model = prepared()
     model.wte.max_norm = 1.0
     with pytest.raises(ValueError, match="wte rescales rows"):
-        qat.convert(model)
-
-
-def test_layers_that_met_zeros_alone_are_named_with_a_way_out() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="no usable batch"):
-        qat.calibrate(qat.prepare(model), [torch.zeros(2, 4)])
-    with pytest.raises(ValueError, match=r"no scale yet: 0\.act_quantizer.*skip="):
         qat.convert(model)

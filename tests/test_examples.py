@@ -48,13 +48,13 @@ class Run(NamedTuple):
 
 # Losses begin at 5.5, that of guessing among 256 bytes.
 RUNS = [
-    Run("ddp.py", 2.9, 7.0),
+    Run("ddp.py", 3.4, 7.0, steps=30),
     Run("fsdp2.py", 4.4, 4.4, steps=8),
     Run("hsdp.py", 4.4, 3.3, steps=8),
-    Run("diloco.py", 2.9, 50.0),
+    Run("diloco.py", 3.4, 50.0, steps=40),
     Run("onebit_adam.py", 2.9, 12.0),
     Run("moe_all_to_all.py", 4.4, 3.8, steps=8),
-    Run("qat.py", 2.9, 7.0),
+    Run("qat.py", 3.4, 7.0, steps=30),
     Run("lightning_ddp.py", 3.3, 14.0, steps=15),  # in each of two epochs
     Run("accelerate_ddp.py", 0.1, 14.0),  # a regression
     Run("trainer.py", 0.3, 7.0),  # tokens that count upwards
@@ -169,7 +169,7 @@ PROMISES = {
     "onebit_adam.py": ["all ranks have the same model: True"],
     "ddp.py": ["resumed weights differ by 0$"],
     "hsdp.py": ["2 nodes of [12]: lloyd4 across, bf16 inside"],
-    "qat.py": [r"a new batch: (2\.\d+), with packed integers \1\n"],
+    "qat.py": [r"a new batch: (\d\.\d+), with packed integers \1\n"],
 }
 
 
@@ -197,6 +197,7 @@ def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> 
     assert ours[0] < plain[0] + 0.05 < 3.3  # lloyd4 trains as fp32 does
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_notebook_draws_losses_and_bytes(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

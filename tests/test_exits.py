@@ -19,23 +19,8 @@ def check(program: Ended) -> None:
     assert "terminate called" not in program.err, program.told
 
 
-@pytest.mark.program(EXITS, "fork", "20", "verb")
-def test_jobs_of_one_sum_end(program: Ended) -> None:
-    check(program)
-
-
-@pytest.mark.program(EXITS, "fork", "4", *OFTEN[1:])
-def test_jobs_that_train_end(program: Ended) -> None:
-    check(program)
-
-
-@pytest.mark.program(EXITS, "fork", "3", *ENDS)
-def test_jobs_with_something_left_end(program: Ended) -> None:
-    check(program)
-
-
-@pytest.mark.program(EXITS, "spawn", "1", "verb")
-def test_spawned_jobs_end(program: Ended) -> None:
+@pytest.mark.program(EXITS, "fork", "1", *["verb"] * 12, *ENDS * 3, *OFTEN[1:])  # who trains imports for seconds
+def test_forked_jobs_end(program: Ended) -> None:
     check(program)
 
 

@@ -141,9 +141,9 @@ def in_groups() -> nn.Module:
     ("make", "opset", "message"),
     [
         (trained, 17, "opset must be 18 or more"),
-        (lambda: nn.Linear(2, 2), 21, r"no quantised layers: run qat\.prepare"),
+        (lambda: nn.Linear(2, 2), 21, r"no quantized layers: run qat\.prepare"),
         (learnable, 21, "drop is a LearnableFakeQuantize"),
-        (in_groups, 21, r"0\.act_quantizer quantises an activation in groups"),
+        (in_groups, 21, r"0\.act_quantizer quantizes an activation in groups"),
     ],
 )
 def test_what_onnx_cannot_say_is_refused(

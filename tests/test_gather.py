@@ -1,4 +1,4 @@
-"""Quantise before gather: wires of codes decode to the fake-quantized weight, gradients come back by LSQ's rule."""
+"""Quantize before gather: wires of codes decode to the fake-quantized weight, gradients come back by LSQ's rule."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -205,7 +205,7 @@ def test_bad_arguments() -> None:
         WeightCodes(quantizer, (4, 8), rank=2, world=2)
     with pytest.raises(ValueError, match=r"no scale yet: run qat\.calibrate"):
         WeightCodes(LSQ(4, axis=0), (4, 8), rank=0, world=2)
-    with pytest.raises(ValueError, match=r"has 6 scales, 3 of them of rank 0; the quantiser holds 4"):
+    with pytest.raises(ValueError, match=r"has 6 scales, 3 of them of rank 0; the quantizer holds 4"):
         WeightCodes(quantizer, (6, 8), rank=0, world=2)
     with pytest.raises(ValueError, match="nothing to send"):
         WeightCodes(quantizer, (4, 0), rank=0, world=2)

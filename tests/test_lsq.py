@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from cases import seeded, worlds
+from cases import seeded, thorough, worlds
 from ranks import RankPool
 from thinwire.qat import LSQ, LSQPlus, fake_quantize
-from thinwire.qat.starts import three_sigmas
 
 Group = dist.ProcessGroup
 HALF_ULP = 2.0**-24  # of fp32: what is computed in doubles is rounded once
@@ -181,25 +180,6 @@ def test_lsq_plus_finds_less_error_than_the_whole_range_has(bits: int) -> None:
     assert bits == 8 or (error < 0.7 * whole).all(), "the one far element should be cut off"
 
 
-def test_lsq_plus_reaches_a_range_far_from_zero() -> None:
-    x = torch.linspace(100, 101, 16)
-    quantizer = LSQPlus(4)
-    torch.testing.assert_close(quantizer(x), x, rtol=0, atol=1e-4)  # 16 levels, 16 values; fp32 has 7.6e-6 there
-    torch.testing.assert_close(quantizer.offset, torch.tensor([100.0]))
-
-
-def test_lsq_plus_of_a_constant() -> None:
-    quantizer = LSQPlus(4)
-    torch.testing.assert_close(quantizer(torch.full((5,), -3.0)), torch.full((5,), -3.0))
-
-
-def test_three_sigmas_of_what_is_far_from_zero() -> None:
-    x = normal(1, 1000) + 1e4
-    found = three_sigmas(x, LSQ()._agreement)
-    expected = x.double().mean() + 3 * x.double().std(correction=0)
-    torch.testing.assert_close(found, expected.reshape(1))
-
-
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
@@ -253,7 +233,7 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantized(group: int) -> None:
 # --- the floor --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "lent"])
+@pytest.mark.parametrize("how", ["eager", *thorough("compiled"), "lent"])
 def test_a_scale_below_its_floor_is_raised_and_still_learns(how: str) -> None:
     quantizer, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
     start = quantizer.scale.detach().clone()
@@ -306,23 +286,6 @@ def test_a_cast_of_the_model_leaves_scales_as_they_are(dtype: torch.dtype) -> No
     y.float().square().sum().backward()
     assert y.dtype == dtype
     assert all(p.grad.dtype == torch.float32 for p in model[1].parameters())
-
-
-def test_double_and_back() -> None:
-    quantizer = LSQ(4, axis=0).double()
-    assert quantizer(normal(3, 3, dtype=torch.float64)).dtype == torch.float64
-    assert quantizer.scale.dtype == torch.float64
-    assert quantizer.half().scale.dtype == torch.float32
-
-
-def test_autocast() -> None:
-    layer, quantizer = nn.Linear(4, 4), LSQ(4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = quantizer(layer(normal(2, 4)))
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert quantizer.scale.grad is not None
-    assert quantizer.scale.grad.dtype == torch.float32
 
 
 # --- copies and checkpoints -------------------------------------------------------------------------------------------
@@ -378,7 +341,7 @@ def test_a_start_that_is_half_done_is_continued() -> None:
 
 
 def test_a_checkpoint_of_other_bits_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"quant_range is -8\.\.7 in the checkpoint; this quantiser has -128\.\.127"):
+    with pytest.raises(RuntimeError, match=r"quant_range is -8\.\.7 in the checkpoint; this quantizer has -128\.\.127"):
         LSQ(8).load_state_dict(LSQ(4).state_dict())
     with pytest.raises(RuntimeError, match=r"0\.\.15"):
         LSQ(4).load_state_dict(LSQ(4, symmetric=False).state_dict())
@@ -406,15 +369,6 @@ def test_compiled_after_the_start() -> None:
     compiled_grad, quantizer.scale.grad = quantizer.scale.grad, None
     quantizer(x).sum().backward()
     torch.testing.assert_close(quantizer.scale.grad, compiled_grad)
-
-
-def test_compiled_before_the_start() -> None:
-    x = normal(5, 6)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="calibrate"):
-        torch.compile(LSQ(4), fullgraph=True, backend="eager")(x)
-    quantizer = LSQ(4)
-    assert torch.equal(torch.compile(quantizer, backend="eager")(x), quantizer(x))
-    assert quantizer.initialized
 
 
 @pytest.mark.parametrize("quantizer", forms(), ids=str)
@@ -445,21 +399,6 @@ def test_functional_gradients_are_those_of_backward(quantizer: LSQ) -> None:
         torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(of, x).sum())(x.detach())
 
 
-def test_gradients_of_every_sample() -> None:
-    x = torch.randn(5, 7, 16, generator=seeded(12))
-    quantizer = LSQ(3).initialize(x)
-    of = dict(quantizer.named_parameters())
-
-    def loss(of: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(quantizer, of, (x,)).square().sum()
-
-    grad = torch.func.grad(loss, argnums=(0, 1))
-    by_parameter, by_x = torch.func.vmap(grad, in_dims=(None, 0))(of, x)
-    alone = [grad(of, sample) for sample in x]
-    assert torch.equal(by_parameter["scale"], torch.stack([each["scale"] for each, _ in alone]))
-    assert torch.equal(by_x, torch.stack([each for _, each in alone]))
-
-
 def test_a_start_in_lent_parameters_is_refused() -> None:
     quantizer = LSQ(4)
     with pytest.raises(RuntimeError, match="calibrate"):
@@ -478,13 +417,6 @@ def test_an_activation_checkpoint_shows_its_batch_once() -> None:
         assert checked.initialized == bool(seed)
     assert torch.equal(plain.scale, checked.scale)
     assert torch.equal(plain.scale.grad, checked.scale.grad)
-
-
-def test_nothing_is_read_back_after_the_start() -> None:
-    quantizer, x = LSQ(4, symmetric="auto"), normal(7)
-    y = quantizer(x)
-    quantizer.init_left, quantizer.quant_range = quantizer.init_left.to("meta"), quantizer.quant_range.to("meta")
-    assert torch.equal(quantizer(x), y), "a value of these on a GPU would make the host wait"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -515,7 +447,7 @@ def test_tensors_that_do_not_fit() -> None:
     quantizer(normal(3, 2))
     with pytest.raises(ValueError, match="3 elements, 5 expected"):
         quantizer(normal(5, 2))
-    with pytest.raises(ValueError, match="5 channels, the quantiser was sized for 3"):
+    with pytest.raises(ValueError, match="5 channels, the quantizer was sized for 3"):
         quantizer.initialize(normal(5, 2))
     with pytest.raises(ValueError, match="axis must be within"):
         LSQ(4, axis=2)(normal(5, 2))
@@ -608,13 +540,5 @@ def test_a_loaded_quantizer_compiles_whole() -> None:
     first, second = LSQ(4), LSQ(4)
     first(x)
     second.load_state_dict(first.state_dict())
-    assert "not initialised" not in repr(second)
+    assert "not initialized" not in repr(second)
     assert torch.equal(torch.compile(second, fullgraph=True, backend="eager")(x), first(x))
-
-
-def test_the_floor_is_that_of_the_buffer() -> None:
-    quantizer = LSQ(4)
-    quantizer(torch.linspace(-1, 1, 64))
-    with torch.no_grad():
-        quantizer.scale_floor.fill_(0.75)  # as a broadcast of DDP does
-    assert quantizer.floored().item() == 0.75

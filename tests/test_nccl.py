@@ -109,27 +109,6 @@ def on_worlds(*worlds: int) -> pytest.MarkDecorator:
 each_world = on_worlds(2, 4)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "version", "variable", "reason"),
-    [
-        (0, 0, "1", "needs a CUDA device"),
-        (1, 22809, "1", "1 GPU for 4 ranks, and NCCL 2.28.9 lets no ranks share one: needs 2.30 or newer"),
-        (2, 23102, "0", "2 GPUs for 4 ranks: needs NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        (1, 23102, "1", ""),
-        (4, 22809, "0", ""),
-    ],
-)
-def test_a_skipped_test_says_what_is_lacking(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, version: int, variable: str, reason: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setitem(globals(), "nccl_version", lambda: version)
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
-    assert lacking(4) == reason
-
-
 class Place(NamedTuple):
     """A group of all ranks, and where this rank's tensors are."""
 

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from thinwire.errors import ThinwireError
 from thinwire.tools.cli import peers
 from thinwire.tools.cli.app import app
 from thinwire.tools.cli.peers import Meeting
+from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
@@ -148,6 +150,31 @@ def test_flags_that_do_not_go_together(flags: list[str], said: str, monkeypatch:
     result = CliRunner().invoke(app, ["doctor", *flags])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "said"),
+    [
+        ("first", "2", "RANK must be a whole number, 0 .. 1, got 'first'"),
+        ("2", "2", "RANK must be a whole number, 0 .. 1, got '2'"),
+        ("0", "two", "WORLD_SIZE must be a whole number, 1 or more, got 'two'"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(rank: str, world: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(torchrun.ENVIRONMENT, (rank, world, "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["doctor", "--peers"])
+    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(backend: str, timeout: None) -> None:
+        raise ValueError(f"no {backend} here")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(ThinwireError, match=r"the ranks did not find each other .no gloo here.; start them all with"):
+        torchrun.job(torch.device("cpu")).__enter__()
 
 
 def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`thinwire report`: cells, tables, and what got worse between two records."""
+"""`thinwire report`: cells and tables; and `benchmarks.compare`: what got worse between two records."""
 
 import math
 import re
@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import given, strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from benchmarks import compare
 from cases import generated
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, compare, kinds, tables
+from thinwire.tools.report import cells, kinds, tables
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.json"))
@@ -60,6 +62,14 @@ def test_every_committed_record_has_tables(name: str) -> None:
         assert len(set(grid.header)) == len(grid.header), "no two columns have one name"
         assert all(len(row) == len(grid.header) for row in grid.rows)
         assert any(cell != cells.ABSENT for row in grid.rows for cell in row[grid.labels :])
+
+
+def test_a_kind_without_a_table_of_its_own_has_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `thinwire report` shows the records of studies."""
+    monkeypatch.setattr(kinds, "GRIDS", {})
+    (grid,) = kinds.grids(recorded("codec_cpu"))
+    assert grid.header == ["distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"]
+    assert (grid.labels, len(grid.rows)) == (2, len(recorded("codec_cpu").rows))
 
 
 def test_labels_that_are_the_same_everywhere_stand_in_the_title() -> None:
@@ -137,19 +147,23 @@ def test_rows_are_matched_by_their_labels_and_a_missing_one_is_worse() -> None:
     assert not compare.compare(new, old).is_worse
 
 
-def test_report_compares_two_records_and_fails_only_when_asked(tmp_path: Path) -> None:
+def test_two_records_are_compared_and_a_regression_fails_when_asked(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("before.json", "after.json", "other.json")]
     records = (a_record("collectives", timed(1.0)), a_record("collectives", timed(2.0)), a_record("train", trained()))
     for path, found in zip(paths, records, strict=True):
         record.write(found, path)
-    shown = call(*paths[:2])
-    assert shown.exit_code == 0
-    assert "old: before.json" in shown.stdout
-    assert re.search(r"ms_p50 .* 2.000 .* REGRESSION", shown.stdout)
-    assert call(*paths[:2], "--fail-on-regression").exit_code == 1
-    assert call(paths[1], paths[0], "--fail-on-regression").exit_code == 0
-    refused = call(paths[0], paths[2], "--fail-on-regression")
-    assert (refused.exit_code, "measure different things" in " ".join(refused.stderr.split())) == (2, True)
+    shown = call(*paths)
+    assert (shown.exit_code, [line for line in shown.stdout.splitlines() if "json" in line]) == (0, NAMED)
+    study = typer.Typer()
+    study.command()(compare.command)
+    runs = [(paths[:2], 0), ([*paths[:2], FAIL], 1), ([paths[1], paths[0], FAIL], 0), ([paths[0], paths[2]], 2)]
+    found = [CliRunner().invoke(study, given) for given, _ in runs]
+    assert [result.exit_code for result in found] == [status for _, status in runs]
+    assert re.search(r"ms_p50 .* 2.000 .* REGRESSION", found[0].stdout)
+    assert "a collectives and a train record share no row" in " ".join(found[3].stderr.split())
+
+
+NAMED, FAIL = ["before.json", "after.json", "other.json"], "--fail-on-regression"
 
 
 def test_every_kind_has_labels_of_its_schema() -> None:

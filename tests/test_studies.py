@@ -2,12 +2,8 @@
 
 import contextlib
 import math
-import socket
-import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +22,14 @@ from benchmarks import (
     delay,
     kernels as kernels_bench,
     schemes,
-    sharded,
     tasks,
     train as bench,
 )
 from benchmarks.schemes import TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
-from benchmarks.train import Trained, TrainingRun, TrainPlan
+from benchmarks.train import Trained, TrainPlan
 from ranks import RankPool, World
-from test_bench import MBIT, shapes_links
+from test_bench import MBIT
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.kernels import BACKENDS, reference
@@ -133,33 +128,6 @@ def test_minimal_bytes() -> None:
     assert {op: a_case(op).minimal_bytes for op in kernels_bench.OPS} == expected
 
 
-def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interleave(calls: Any, rounds: int, device: Any, launches: int) -> dict[str, list[float]]:
-        assert (rounds, launches, list(calls)) == (2, 2, ["copy", "same", "ours"])
-        return {"copy": [5.0, 5.0], "same": [3.0, 3.0], "ours": [4.0, 4.0]}
-
-    monkeypatch.setattr(clock, "interleave", interleave)
-    row = kernels_bench.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
-    assert (row["times_copy"], row["copy_share"], row["copy_same_ms"]) == (4 / 5, 3 / 4, 3)
-    assert (row["minimal_bytes"], row["cold"], row["rounds"]) == (12_345, False, 2)
-
-
-def test_what_a_run_measures() -> None:
-    jobs = planned()
-    parts = {part: [job for job in jobs if job.part == part] for part in kernels_bench.PARTS}
-    assert [len(found) for found in parts.values()] == [13 * 9, 6 * 9 * 4, 3 * 3, 2 * 2 + 3 * 2]
-    assert {job.numel for job in parts["codecs"]} == {1 << 27}
-    assert {job.world for job in jobs if job.op in ("decode_sum", "recode", "codec_path")} == {8}
-    assert {job.part for job in planned(codecs=(codec("int3"),))} == {"codecs", "sizes"}
-    every = torch.get_num_threads()
-    on_cpu = planned(CPU, kernels_bench.CPU)
-    assert {(job.part, job.numel) for job in on_cpu} == {("codecs", 25_000_000)}
-    assert {job.name for job in on_cpu if job.dtype == torch.bfloat16} == {"int8", "lloyd4"}
-    assert len(on_cpu) == len({1, every}) * (13 * 5 + 2 * 4)
-    with pytest.raises(links.BenchError, match="replay measures CUDA graphs"):
-        planned(CPU, kernels_bench.CPU, parts=("replay",))
-
-
 def test_a_kernels_run() -> None:
     before = torch.get_num_threads()
     found = kernels_bench.run("cpu", codecs=["int8", "lloyd1"], numels=[4096], threads=[1], quick=True)
@@ -191,45 +159,7 @@ def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pyte
     assert "RuntimeError: out of memory" in result.stderr
 
 
-@pytest.mark.parametrize("name", kernels_bench.HOOKS)
-def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str) -> None:
-    x = torch.randn(1000)
-    with kernels_bench.quiet():
-        codes, scale, zero = kernels_bench.HOOKS[name].encode(x)
-        decoded = kernels_bench.HOOKS[name].decode(codes, scale, zero)[:1000]
-    rounding = 3 * 2.0**-24 * x.abs().max().item()  # quotient, difference, product
-    assert (decoded - x).abs().max().item() <= scale.max().item() / 2 + rounding
-
-
-def test_calls_are_interleaved_and_the_first_round_is_not_counted() -> None:
-    made: list[str] = []
-    times = clock.interleave({"a": lambda: made.append("a"), "b": lambda: made.append("b")}, 3, CPU)
-    assert made == ["a", "b"] * 4
-    assert [len(taken) for taken in times.values()] == [3, 3]
-
-
-@pytest.mark.cuda
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_quick_run_on_a_gpu() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = kernels_bench.run("cuda", quick=True)
-    assert [row["note"] for row in found.rows if row["note"]] == []
-    assert {row["part"] for row in found.rows} == set(kernels_bench.PARTS)
-
-
 # --- tasks and schemes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_shards_cover_all_digits_once_and_are_sorted_by_label(world: int) -> None:
-    shards = [tasks.shard(rank, world) for rank in range(world)]
-    images, whole = tasks.shard(0, 1)
-    labels = torch.cat([labels for _, labels in shards])
-    assert torch.equal(labels, whole)
-    assert torch.equal(labels, labels.sort().values)
-    assert torch.equal(torch.cat([images for images, _ in shards]), images)
 
 
 @pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
@@ -242,15 +172,6 @@ def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
     assert all(torch.equal(a, b) for a, b in zip(same, again, strict=True))
     for other in (task.batch(6, 1, 0, 2), task.batch(5, 2, 0, 2), task.batch(5, 1, 1, 2)):
         assert not torch.equal(same[0], other[0])
-
-
-def test_losses_of_parts_are_the_loss_of_the_whole() -> None:
-    task = tasks.TASKS["digits"]
-    network = task.model(0)
-    with torch.no_grad():
-        parts = [task.train_loss(network, rank, 3) for rank in range(3)]
-        whole = task.loss(network, tasks.shard(0, 1)).item()
-    assert tasks.mean(parts) == pytest.approx(whole, rel=1e-5)
 
 
 def test_names() -> None:
@@ -269,16 +190,17 @@ def test_names() -> None:
     assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8"])] == ["none", "int8"]
 
 
-@pytest.mark.parametrize("name", ["int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", "", "int8/int8"])
-def test_what_is_no_scheme(name: str) -> None:
-    with pytest.raises(CodecError):
-        schemes.parse(name)
-
-
-@pytest.mark.parametrize("name", ["", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21"])
-def test_what_is_no_scheme_of_fsdp2(name: str) -> None:
-    with pytest.raises(CodecError):
-        schemes.parse_sharded(name)
+@pytest.mark.parametrize(
+    ("parse", "names"),
+    [
+        (schemes.parse, ["int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", "", "int8/int8"]),
+        (schemes.parse_sharded, ["", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21"]),
+    ],
+)
+def test_what_is_no_scheme(parse: Callable[[str], object], names: list[str]) -> None:
+    for name in names:
+        with pytest.raises(CodecError):
+            parse(name)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -409,32 +331,6 @@ def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
     assert number(outer[1], "bytes_per_step") < number(outer[0], "bytes_per_step") / 4
 
 
-def trained_by(group: dist.ProcessGroup, plan: TrainPlan) -> list[Trained]:
-    return [bench.train(plan, TrainingRun(plan.schemes[-1], seed)) for seed in range(plan.task.seeds)]
-
-
-def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:
-    expected, plain, narrow = (
-        bench.losses(list(zip(*ranks(2).run(trained_by, a_plan(name, parallel=parallel)), strict=True)))
-        for parallel, name in (("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "lloyd4/int8"))
-    )
-    assert plain == pytest.approx(expected, rel=1e-6)
-    assert narrow == pytest.approx(expected, rel=2e-2)
-    assert narrow != plain
-
-
-def steps_alone(group: dist.ProcessGroup) -> float | None:
-    """Only rank 0 steps: it would wait forever if it sent anything."""
-    plan = a_plan(parallel="fsdp2")
-    replica = sharded.replica_of(plan.task, schemes.ALONE, plan.task.model(0), "adam")
-    return None if group.rank() else replica.step(plan.task, plan.task.batch(0, 0, 0, 2), 0.0).item()
-
-
-def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
-    loss, _ = ranks(2).run(steps_alone)
-    assert loss == pytest.approx(math.log(len(training.help_pages()[0])), rel=0.2)
-
-
 @pytest.mark.parametrize(
     ("command", "flags", "complaint"),
     [
@@ -465,34 +361,3 @@ def test_a_link_with_a_delay() -> None:
     for text in ("10gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
         with pytest.raises(links.BenchError, match="expected"):
             delay.parse(text)
-    if not shapes_links():
-        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
-    with links.hosts(2, link) as names, ThreadPoolExecutor(2) as threads:
-        listening = threading.Event()
-        answered = threads.submit(answer, names[1], listening)
-        took = threads.submit(ask, names[0], listening).result(timeout=20)
-        assert answered.result(timeout=20) == 100_000
-    assert 0.2 <= took < 2  # there and back to connect, there with the last byte, back with the answer
-
-
-def answer(host: str, listening: threading.Event) -> int:
-    """Read until the other has no more, and answer with one byte."""
-    links.enter(host)
-    with socket.create_server(("10.77.0.2", 5000)) as server:
-        listening.set()
-        connection, _ = server.accept()
-        with connection:
-            found = sum(len(part) for part in iter(lambda: connection.recv(1 << 16), b""))
-            connection.send(b"!")
-            return found
-
-
-def ask(host: str, listening: threading.Event) -> float:
-    links.enter(host)
-    listening.wait(10)
-    begun = time.monotonic()
-    with socket.create_connection(("10.77.0.2", 5000), timeout=10) as connection:
-        connection.sendall(bytes(100_000))
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1) == b"!"
-    return time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""Learnable fake quantisation: quantisers whose scales are trained, for weights and activations."""
+"""Learnable fake quantization: quantizers whose scales are trained, for weights and activations."""
 
 from thinwire.qat.codes import WeightCodes
 from thinwire.qat.convert import convert, weight_bytes

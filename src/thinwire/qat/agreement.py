@@ -20,7 +20,7 @@ Ranks = dist.ProcessGroup | Literal["local"] | None
 class Agreement:
     """The ranks whose statistics count as one: a process group, the world (None), or this process alone ("local").
 
-    It is looked up when it is needed, so that quantisers can be made before torch.distributed is initialised. Copies
+    It is looked up when it is needed, so that quantizers can be made before torch.distributed is initialized. Copies
     share the group; a pickle cannot hold it and comes back with the world.
     """
 
@@ -68,7 +68,7 @@ def _reachable(device: torch.device, group: Any) -> torch.device:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether x is a DTensor, told without importing the module that defines it."""
+    """Whether x is a DTensor, without importing the module that defines it."""
     return hasattr(x, "placements") and hasattr(x, "full_tensor")
 
 

@@ -1,10 +1,10 @@
-"""A weight as packed codes of its quantiser, and back: the numbers are exactly those of fake quantisation.
+"""A weight as packed codes of its quantizer, and back: the numbers are exactly those of fake quantization.
 
 A width is stored as planes of 8, 4, 2 or 1 bits, the low bits of a code first, as on the wire (thinwire.wire.PLANES).
 Byte j of a plane holds the codes j, j + L, j + 2L, ... of the row, the first in its low bits, where L is the number of
 the plane's bytes. A row is filled up to a multiple of eight codes.
 
-[Note: Quantise before gather] A sharded weight travels an all-gather as such codes. It is cut along its first axis as
+[Note: Quantize before gather] A sharded weight travels an all-gather as such codes. It is cut along its first axis as
 FSDP2 cuts it: every rank has ceil(rows / world) rows, the last ones fewer or none. All wires of a gather are equally
 long:
 
@@ -12,7 +12,7 @@ long:
 
 There is room for a whole shard; what a shorter one leaves is zero. Nothing in a wire is aligned.
 
-[Note: Gradients after the scatter] The straight-through rule is linear in the gradient of the quantised weight, so it
+[Note: Gradients after the scatter] The straight-through rule is linear in the gradient of the quantized weight, so it
 runs once, on the shard, after the reduce-scatter, instead of on every rank before it. The factor of a scale's gradient
 counts the elements of the whole weight under that scale, of which a shard may hold a part only.
 
@@ -39,7 +39,7 @@ from thinwire.wire import PLANES
 
 @dataclass(frozen=True)
 class Coding:
-    """The integers of a quantiser, and which elements of a weight share a scale.
+    """The integers of a quantizer, and which elements of a weight share a scale.
 
     Codes count from the lowest integer of the range: code = integer - quant_min. Groups run through the flattened rows
     of a weight, so the shape of a row does not matter to them.
@@ -52,7 +52,7 @@ class Coding:
 
     @classmethod
     def of(cls, quantizer: LSQ) -> Self:
-        """The coding of a quantiser whose start is over."""
+        """The coding of a quantizer whose start is over."""
         grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
         return cls(quantizer.bits, grid, quantizer.axis, quantizer.group)
 
@@ -101,7 +101,7 @@ def unpack(packed_RB: Tensor, bits: int, numel: int) -> Tensor:
 
 
 class ShardGradients(NamedTuple):
-    """Gradients of a weight's shard, and of scale and offset in the shape in which the quantiser holds them."""
+    """Gradients of a weight's shard, and of scale and offset in the shape in which the quantizer holds them."""
 
     weight: Tensor
     scale: Tensor
@@ -111,7 +111,7 @@ class ShardGradients(NamedTuple):
 class WeightCodes:
     """How one rank's shard of a weight travels, and what comes back as gradients. Makes no collective call itself.
 
-    The quantiser holds all scales on every rank. Those that belong to rows (`axis=0` and groups) may also be cut like
+    The quantizer holds all scales on every rank. Those that belong to rows (`axis=0` and groups) may also be cut like
     the rows, so that a rank holds its own only: that is what `fully_shard` makes of `axis=0`.
     """
 
@@ -119,7 +119,7 @@ class WeightCodes:
         if not 0 <= rank < world:
             raise QatError(f"rank must be within 0..{world - 1}, got {rank}")
         if not quantizer.initialized:
-            raise QatError("the quantiser has no scale yet: run qat.calibrate(model, batches) before sharding")
+            raise QatError("the quantizer has no scale yet: run qat.calibrate(model, batches) before sharding")
         if not math.prod(shape):
             raise QatError(f"a weight of shape {tuple(shape)} has nothing to send")
         self.quantizer = quantizer
@@ -158,7 +158,7 @@ class WeightCodes:
 
     @torch.no_grad()
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """out = the numbers of a wire: those of fake quantisation, in out's type. out has the rows of that rank."""
+        """out = the numbers of a wire: those of fake quantization, in out's type. out has the rows of that rank."""
         self._check_wire(wire)
         head = wire[: self._codes_at].clone()  # a wire may lie at any address
         heads = head.view(self.quantizer.scale.dtype).view(-1, self._scales_of(self._most))
@@ -175,9 +175,9 @@ class WeightCodes:
 
     @torch.no_grad()
     def gradients(self, shard: Tensor, grad: Tensor) -> ShardGradients:
-        """LSQ's rule for the shard, given the reduce-scattered gradient of the quantised weight's rows.
+        """LSQ's rule for the shard, given the reduce-scattered gradient of the quantized weight's rows.
 
-        [Note: Gradients after the scatter] Where the quantiser holds all scales, their gradients are this shard's part
+        [Note: Gradients after the scatter] Where the quantizer holds all scales, their gradients are this shard's part
         of them, and the sum over the ranks (a plain all-reduce, the caller's) is the whole. Where it holds those of its
         own rows, they are complete.
         """
@@ -215,13 +215,13 @@ class WeightCodes:
         return scale, None if offset is None else self._part(_local(offset.detach())).to(dtype)
 
     def _part(self, held: Tensor) -> Tensor:
-        """The part, a view, for this rank's rows of what the quantiser holds, one element for each scale."""
+        """The part, a view, for this rank's rows of what the quantizer holds, one element for each scale."""
         rows = self.rows(self.rank)
         apart = self._per_row and len(held) == self._every
         return held[self._scales_of(rows.start) : self._scales_of(rows.stop)] if apart else held
 
     def _held(self, sums_C: Tensor) -> Tensor:
-        """Gradients of this rank's scales in the shape in which the quantiser holds them."""
+        """Gradients of this rank's scales in the shape in which the quantizer holds them."""
         grad = torch.zeros_like(_local(self.quantizer.scale))
         self._part(grad).copy_(sums_C)
         return grad
@@ -238,7 +238,7 @@ class WeightCodes:
         if held not in (self._every, own):
             raise QatError(
                 f"a weight of shape {tuple(self.shape)} has {self._every} scales, {own} of them of rank {self.rank}; "
-                f"the quantiser holds {held}"
+                f"the quantizer holds {held}"
             )
 
     def _check_shard(self, shard: Tensor) -> None:

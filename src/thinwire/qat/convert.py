@@ -1,9 +1,9 @@
-"""From fake quantisation to integers: layers that keep their weight as packed codes.
+"""From fake quantization to integers: layers that keep their weight as packed codes.
 
-[Note: Exactly the trained numbers] The numbers a converted layer computes with are those of its fake quantiser, bit for
+[Note: Exactly the trained numbers] The numbers a converted layer computes with are those of its fake quantizer, bit for
 bit, and the same kernels of torch work on them, so outputs are the same bits too. `convert` compares every weight.
 
-To add a layer: subclass it with `IntegerLayer` first, take over the forward of its quantised form, enter it in `FORMS`.
+To add a layer: subclass it with `IntegerLayer` first, take over the forward of its quantized form, enter it in `FORMS`.
 """
 
 import copy
@@ -144,11 +144,11 @@ FORMS: dict[type[nn.Module], type[IntegerLayer]] = {
 
 @torch.no_grad()
 def convert(model: Model, *, inplace: bool = False) -> Model:
-    """A copy of a prepared model whose quantised layers hold integers instead of floating-point weights.
+    """A copy of a prepared model whose quantized layers hold integers instead of floating-point weights.
 
-    Weights become packed codes, decoded whenever a layer runs; activations are quantised as in training. The scales of
+    Weights become packed codes, decoded whenever a layer runs; activations are quantized as in training. The scales of
     both are frozen, all other parameters are as they were. Outputs are the prepared model's, bit for bit. Layers that
-    shared a weight and its quantiser share its integers.
+    shared a weight and its quantizer share its integers.
 
     `inplace=True` changes the model itself, which then holds no floating-point weights any more. A model on the meta
     device becomes the skeleton that the state_dict of a converted model is loaded into with `assign=True`.
@@ -200,7 +200,7 @@ def _integers(name: str, layer: QuantizedLayer) -> IntegerWeight:
         return found
     wanted = layer.quantized_weight()
     if wanted.isnan().any():
-        raise QatError(f"the weight of {name} is not a number in places, and no integer is: mend it before converting")
+        raise QatError(f"the weight of {name} is not a number in places, and no integer is: fix it before converting")
     if not torch.equal(found(), wanted):
         kind = type(layer.weight_quantizer).__name__
         raise QatTypeError(
@@ -215,12 +215,12 @@ def _check(model: nn.Module) -> None:
     if not any(isinstance(module, QuantizedLayer) for module in model.modules()):
         done = any(isinstance(module, IntegerLayer) for module in model.modules())
         why = "it is converted already" if done else "run qat.prepare(model) and train it first"
-        raise QatError(f"this {type(model).__name__} has no quantised layers: {why}")
-    # On the meta device no quantiser has a scale, and none is needed.
+        raise QatError(f"this {type(model).__name__} has no quantized layers: {why}")
+    # On the meta device no quantizer has a scale, and none is needed.
     late = [name for name, quantizer in waiting(model).items() if not quantizer.init_left.is_meta]
     if late:
         raise QatError(
-            f"these quantisers have no scale yet: {', '.join(late)}; "
+            f"these quantizers have no scale yet: {', '.join(late)}; "
             "run qat.calibrate(model, batches), or train the model, before converting it. Layers that meet nothing but "
             "zeros never have one: leave them out with qat.prepare(model, skip=...)"
         )

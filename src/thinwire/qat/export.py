@@ -1,6 +1,6 @@
-"""Quantised models as ONNX: weights as integers, activations through QuantizeLinear and DequantizeLinear.
+"""Quantized models as ONNX: weights as integers, activations through QuantizeLinear and DequantizeLinear.
 
-torch's exporter writes the graph. Before it looks at the model, quantisers are exchanged for modules that put ONNX's
+torch's exporter writes the graph. Before it looks at the model, quantizers are exchanged for modules that put ONNX's
 own operators there; after it, integers of four bits are packed, for which torch has no type.
 """
 
@@ -66,7 +66,7 @@ def export(
     onnx.checker.check_model(os.fspath(path), full_check=True)
 
 
-# --- quantisers in ONNX's own operators ------------------------------------------------------------------------------
+# --- quantizers in ONNX's own operators ------------------------------------------------------------------------------
 
 
 class _Exported(nn.Module):
@@ -153,7 +153,7 @@ class _ExportedInput(_Exported):
 
 
 def _exportable(model: nn.Module, opset: int) -> nn.Module:
-    """A converted copy in evaluation mode, its quantisers exchanged for what ONNX has."""
+    """A converted copy in evaluation mode, its quantizers exchanged for what ONNX has."""
     ours = [module for module in model.modules() if isinstance(module, IntegerLayer)]
     trained = any(isinstance(module, QuantizedLayer) for module in model.modules())
     ready = convert(model) if trained or not ours else copy.deepcopy(model)
@@ -173,7 +173,7 @@ def _in_onnx(name: str, module: nn.Module, opset: int) -> nn.Module:
         return _ExportedInput(module, opset)
     if isinstance(module, LSQ):
         raise QatError(
-            f"{name} quantises an activation in groups, which QuantizeLinear cannot: give it an axis or none"
+            f"{name} quantizes an activation in groups, which QuantizeLinear cannot: give it an axis or none"
         )
     raise QatError(f"{name} is a {type(module).__name__}; only what qat.prepare makes can be exported: remove it first")
 

@@ -1,4 +1,4 @@
-"""Layers that see their weight, and what comes in, through quantisers.
+"""Layers that see their weight, and what comes in, through quantizers.
 
 [Note: The same module] `quantize_layer` gives a layer another class and two submodules; it stays the same object with
 the same parameters. So hooks, names, ties, devices and whoever else holds the layer know nothing of it, and
@@ -19,7 +19,7 @@ from thinwire.qat.lsq import LSQ
 
 
 class QuantizedLayer(nn.Module):
-    """What quantised layers share. They are made by `quantize_layer` from a layer that exists."""
+    """What quantized layers share. They are made by `quantize_layer` from a layer that exists."""
 
     weight: Tensor
     weight_quantizer: LSQ
@@ -27,7 +27,7 @@ class QuantizedLayer(nn.Module):
     note: str  # what is special about it, for the summary
 
     def weight_rows(self) -> Tensor:
-        """The weight as its quantiser takes it: groups run through all that one output is made of."""
+        """The weight as its quantizer takes it: groups run through all that one output is made of."""
         return self.weight.flatten(1) if self.weight_quantizer.group else self.weight
 
     def quantized_weight(self) -> Tensor:
@@ -48,7 +48,7 @@ class QuantizedLayer(nn.Module):
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):
-    """nn.Linear through quantisers."""
+    """nn.Linear through quantizers."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
@@ -56,7 +56,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
 
 class _QuantizedConvolution(QuantizedLayer):
-    """A convolution that pads its input after quantising it."""
+    """A convolution that pads its input after quantizing it."""
 
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -67,15 +67,15 @@ class _QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedConv1d(_QuantizedConvolution, nn.Conv1d):
-    """nn.Conv1d through quantisers."""
+    """nn.Conv1d through quantizers."""
 
 
 class QuantizedConv2d(_QuantizedConvolution, nn.Conv2d):
-    """nn.Conv2d through quantisers."""
+    """nn.Conv2d through quantizers."""
 
 
 class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
-    """nn.Embedding of a quantised table. Only the rows looked up are quantised, so sparse gradients stay sparse."""
+    """nn.Embedding of a quantized table. Only the rows looked up are quantized, so sparse gradients stay sparse."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Embedding."""
@@ -98,7 +98,7 @@ KINDS = ", ".join(kind.__name__ for kind in FORMS)
 def quantize_layer(
     layer: nn.Module, *, weight_quantizer: LSQ, act_quantizer: LSQ | None = None, note: str = ""
 ) -> QuantizedLayer:
-    """Make the layer a quantised one, in place. A weight quantiser that is not initialised starts from the weight."""
+    """Make the layer a quantized one, in place. A weight quantizer that is not initialized starts from the weight."""
     form = FORMS.get(type(layer))
     if form is None:
         raise QatTypeError(f"expected a layer that is exactly one of {KINDS}, got {type(layer).__name__}")
@@ -129,7 +129,7 @@ def check_model(model: nn.Module, verb: str, sharded: str) -> None:
 
 
 def waiting(model: nn.Module) -> dict[str, LSQ]:
-    """The quantisers that have no scale yet, by name."""
+    """The quantizers that have no scale yet, by name."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, LSQ))
     return {name: quantizer for name, quantizer in found if not quantizer.initialized}
 

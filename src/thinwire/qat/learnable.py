@@ -1,4 +1,4 @@
-"""torch's learnable fake quantiser by its own names, over thinwire's op: `LearnableFakeQuantize`.
+"""torch's learnable fake quantizer by its own names, over thinwire's op: `LearnableFakeQuantize`.
 
 [Note: Modes] The flags are uint8 buffers, because checkpoints and scripts know them as such, but a forward that looked
 at them would make the host wait for the device. It goes by a copy in Python. Methods and load_state_dict keep the copy;
@@ -8,8 +8,8 @@ are the flags read. Compiled code goes by the copy alone.
 [Note: Snapshots] The op is given clones of the parameters. The observer and the floor under the scale write parameters
 in place, past autograd; a second call before the first one's backward would otherwise change what the first had saved.
 
-[Note: Channels] Without `channel_len` a per-channel quantiser has one scale until it meets its first tensor or a
-checkpoint. Then both parameters grow, and stay the objects they were: an optimiser made before holds the right ones.
+[Note: Channels] Without `channel_len` a per-channel quantizer has one scale until it meets its first tensor or a
+checkpoint. Then both parameters grow, and stay the objects they were: an optimizer made before holds the right ones.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class _Modes(NamedTuple):
 
 
 class LearnableFakeQuantize(FakeQuantizeBase):
-    """Fake quantisation whose scale and zero point come from an observer, or are learned.
+    """Fake quantization whose scale and zero point come from an observer, or are learned.
 
     `observer` is a torch.ao observer class, or what its `with_args` gives; keywords unknown here are for it. `gradient`
     is the rule for scale and zero point: "torch", or "lsq", the paper's, with `use_grad_scaling` by the elements of a
@@ -108,11 +108,11 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     # --- modes --------------------------------------------------------------------------------------------------------
 
     def enable_param_learning(self) -> Self:
-        """Learn scale and zero point; fake-quantise; the observer rests."""
+        """Learn scale and zero point; fake-quantize; the observer rests."""
         return self.toggle_qparam_learning(True).toggle_fake_quant(True).toggle_observer_update(False)
 
     def enable_static_estimate(self) -> Self:
-        """The observer sets scale and zero point; fake-quantise; learn nothing."""
+        """The observer sets scale and zero point; fake-quantize; learn nothing."""
         return self.toggle_qparam_learning(False).toggle_fake_quant(True).toggle_observer_update(True)
 
     def enable_static_observation(self) -> Self:
@@ -120,13 +120,13 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         return self.toggle_qparam_learning(False).toggle_fake_quant(False).toggle_observer_update(True)
 
     def toggle_observer_update(self, enabled: bool = True) -> Self:
-        """Whether the observer watches, and sets the parameters where the output is fake-quantised."""
+        """Whether the observer watches, and sets the parameters where the output is fake-quantized."""
         modes = self._seen_modes()._replace(static=bool(enabled))
         self.static_enabled.fill_(modes.static)
         return self._enter(modes)
 
     def toggle_fake_quant(self, enabled: bool = True) -> Self:
-        """Whether the output is fake-quantised."""
+        """Whether the output is fake-quantized."""
         modes = self._seen_modes()._replace(fake_quant=bool(enabled))
         self.fake_quant_enabled.fill_(modes.fake_quant)
         return self._enter(modes)
@@ -167,7 +167,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, X: Tensor) -> Tensor:
-        """X on the grid, or X itself where fake quantisation is off."""
+        """X on the grid, or X itself where fake quantization is off."""
         modes = self._seen_modes()
         if modes.fake_quant or (modes.static and X.is_complex()):
             check_dtype(X)  # before the observer sees it
@@ -219,7 +219,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     @torch.no_grad()
     def _hold(self) -> None:
-        """Keep scales at eps or above, whatever the optimiser did, and symmetric zero points in the middle."""
+        """Keep scales at eps or above, whatever the optimizer did, and symmetric zero points in the middle."""
         _write(self.scale, torch.maximum(self.scale, self.eps))
         if self.qscheme in ranges.SYMMETRIC:
             # The middle: 0 where the range has both signs, else the integer that halves it.

@@ -1,4 +1,4 @@
-"""Quantisers whose step is learned: LSQ (Esser et al., 2020) and LSQ+ (Bhalgat et al., 2020).
+"""Quantizers whose step is learned: LSQ (Esser et al., 2020) and LSQ+ (Bhalgat et al., 2020).
 
 [Note: The start] A scale that starts badly stays bad, so the papers say where to start: weights from the weights
 themselves (`initialize`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
@@ -9,7 +9,7 @@ all ranks, so that every rank starts with the same bits.
 `quant_range`; they are saved, loaded and broadcast with the model. Reading them on a GPU makes the host wait, so once
 nothing is left `_ready` says so, and they are not read again.
 
-[Note: The floor] An optimiser that divides by the size of gradients, as Adam does, moves a scale of 0.004 by its whole
+[Note: The floor] An optimizer that divides by the size of gradients, as Adam does, moves a scale of 0.004 by its whole
 learning rate per step, past zero within a few. A scale is therefore not let below `scale_floor`, a small share of where
 the start left it: it is raised to that before it is used, and gradients reach it there as anywhere.
 
@@ -32,17 +32,17 @@ from thinwire.qat.starts import least_error, living, mean_magnitude, three_sigma
 BITS = range(2, 9)
 _UNSIZED: Any = nn.UninitializedParameter  # torch's types do not know its keywords
 _BEFORE_COMPILE = (
-    "this quantiser has no scale yet, and a compiled graph cannot give it one: "
+    "this quantizer has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
 )
 _LENT = (
-    "this quantiser has no scale yet, and its parameters are lent to it for one forward (FSDP2, functional_call), "
+    "this quantizer has no scale yet, and its parameters are lent to it for one forward (FSDP2, functional_call), "
     "so that a start would be lost: run qat.calibrate(model, batches) before fully_shard"
 )
 
 
 class Start(NamedTuple):
-    """Where a quantiser begins: scale and offset of every channel, and whether its integers go below zero."""
+    """Where a quantizer begins: scale and offset of every channel, and whether its integers go below zero."""
 
     scale_C: Tensor
     offset_C: Tensor | None
@@ -50,7 +50,7 @@ class Start(NamedTuple):
 
 
 class LSQ(nn.Module):
-    """Fake quantisation with a learned scale, by the rule of the LSQ paper.
+    """Fake quantization with a learned scale, by the rule of the LSQ paper.
 
     `symmetric=True`: integers from -2**(bits - 1) to 2**(bits - 1) - 1, for weights and for activations of both signs.
     `symmetric=False`: from 0 to 2**bits - 1, for what is never negative, as after a ReLU. "auto": as the first batches
@@ -59,7 +59,7 @@ class LSQ(nn.Module):
     There is one scale in all, one per index of `axis` (negative ones count from the end), or one per `group` elements
     of a row (weights only). Scales are one-dimensional fp32 parameters whatever the model is cast to (fp64 after
     `.double()`). A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n counts the elements under it. No
-    scale is used below 1/64 of the smallest one at the start, whatever the optimiser does; NaN and Inf are reported.
+    scale is used below 1/64 of the smallest one at the start, whatever the optimizer does; NaN and Inf are reported.
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without
@@ -110,7 +110,7 @@ class LSQ(nn.Module):
             return self._untouched(x)
         scale = self.floored()
         offset: Tensor | None = self.offset
-        if rows is not None:  # as if all had been quantised, then looked up: as many elements are under a scale
+        if rows is not None:  # as if all had been quantized, then looked up: as many elements are under a scale
             per_row = x.shape[-1] // self.group if self.group else 1
             scale = scale.view(-1, per_row)[rows]
             offset = None if offset is None else offset.view(-1, per_row)[rows]
@@ -144,7 +144,7 @@ class LSQ(nn.Module):
 
     @property
     def initialized(self) -> bool:
-        """Whether the start is over and the scale is the optimiser's."""
+        """Whether the start is over and the scale is the optimizer's."""
         return self._ready or self._left() == 0
 
     def _left(self) -> int:
@@ -219,7 +219,7 @@ class LSQ(nn.Module):
         """A start for a weight of zeros: as if its elements were as large as 1 / sqrt(n), n of them to a channel."""
         w_CN = self.by_channel(weight)
         if not w_CN.isfinite().all():
-            raise QatError("a weight with NaN or Inf gives no scale; mend the weight, or skip its layer")
+            raise QatError("a weight with NaN or Inf gives no scale; fix the weight, or skip its layer")
         signed = self.symmetric is not False
         scale_C = w_CN.new_full((len(w_CN),), 2 / math.sqrt(max(w_CN.shape[1], 1) * self._range(signed)[1]))
         return Start(scale_C, None if self.offset is None else torch.zeros_like(scale_C), signed)
@@ -242,7 +242,7 @@ class LSQ(nn.Module):
             parameter.materialize((channels,))
             parameter.data.fill_(name == "scale")
         if len(self.scale) != channels:
-            raise QatError(f"x has {channels} channels, the quantiser was sized for {len(self.scale)}")
+            raise QatError(f"x has {channels} channels, the quantizer was sized for {len(self.scale)}")
 
     def _unsized(self) -> dict[str, Any]:
         """Parameters that do not know their number of channels yet: all, or none."""
@@ -283,7 +283,7 @@ class LSQ(nn.Module):
     def extra_repr(self) -> str:
         """The bits, the integers in use, where scales lie, and whether the start is over."""
         where = f"group={self.group}" if self.group else f"axis={self.axis}"
-        state = "" if self._ready else ", not initialised"
+        state = "" if self._ready else ", not initialized"
         return f"bits={self.bits}, {self.quant_min}..{self.quant_max}, {where}{state}"
 
     # --- casts and checkpoints ---------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class LSQ(nn.Module):
         allowed = [self._range(signed) for signed in (True, False) if self.symmetric in (signed, "auto")]
         if (low, high) not in allowed:
             errors.append(
-                f"{prefix}quant_range is {low}..{high} in the checkpoint; this quantiser has "
+                f"{prefix}quant_range is {low}..{high} in the checkpoint; this quantizer has "
                 f"{' or '.join(f'{a}..{b}' for a, b in allowed)}: prepare the model with the bits it was saved with"
             )
 

@@ -1,4 +1,4 @@
-"""Fake quantisation as a differentiable torch op over the kernels: the only file of this room that knows layouts.
+"""Fake quantization as a differentiable torch op over the kernels: the only file of this room that knows layouts.
 
 [Note: Layouts] A kernel sees a contiguous tensor with its channels in the middle: (outer, channels, inner). Which
 dimension is the outermost in memory does not matter to the elements, so a dense tensor in any order of its dimensions,
@@ -47,7 +47,7 @@ def fake_quantize(
 
     There is one scale in all, one per index of `axis`, or one per `group` elements of a row. A shift has as many
     elements as the scale: `zero_point` in steps (rounded), or `offset` in units of x (LSQ+). `gradient="lsq"` is the
-    paper's rule, "torch" that of torch's learnable fake quantisation. `scale_gradient` multiplies the gradients of
+    paper's rule, "torch" that of torch's learnable fake quantization. `scale_gradient` multiplies the gradients of
     scale and shift by 1 / sqrt(n * quant_max), where n counts the elements of a channel ("lsq") or of x ("torch").
     """
     check_grid(quant_min, quant_max, gradient)
@@ -222,7 +222,7 @@ def _gradients(
 
 
 def never_narrow(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-    """fn(t), a move or a cast of a quantiser's state, but never to less than fp32."""
+    """fn(t), a move or a cast of a quantizer's state, but never to less than fp32."""
     moved = fn(t)
     if moved.is_floating_point() and moved.itemsize < 4:
         return t.to(moved.device, torch.float32)
@@ -233,7 +233,7 @@ def _parameters(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor,
     """Scale and shift as kernels take them: flat, in the dtype of the computation, beside x."""
     if scale.device != x.device or (shift is not None and shift.device != x.device):
         others = scale.device if shift is None else f"{scale.device}, its shift on {shift.device}"
-        raise QatError(f"x is on {x.device} and the scale on {others}; move the quantiser with the model")
+        raise QatError(f"x is on {x.device} and the scale on {others}; move the quantizer with the model")
     dtype = torch.promote_types(x.dtype, torch.float32)
     return _flat(scale, dtype), None if shift is None else _flat(shift, dtype)
 
@@ -328,7 +328,7 @@ class _TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise QatStateError("fake quantisation has first derivatives only: its steps have no second one")
+        raise QatStateError("fake quantization has first derivatives only: its steps have no second one")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""From a float model to one that trains with quantised layers, the first look at its activations, its parameters."""
+"""From a float model to one that trains with quantized layers, the first look at its activations, its parameters."""
 
 import difflib
 import warnings
@@ -32,18 +32,18 @@ def prepare(
     init_batches: int = 1,
     process_group: Ranks = None,
 ) -> Model:
-    """Quantise the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
+    """Quantize the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
 
     Layers stay the same objects with the same parameters. Each gets a `weight_quantizer`, with one scale per output
     channel or per `group` weights of a channel, and an `act_quantizer`, with one scale for its input. The first batches
-    decide whether that input may be negative. Tied weights stay tied and share their quantiser.
+    decide whether that input may be negative. Tied weights stay tied and share their quantizer.
 
     `skip` leaves layers in full precision: by name, by the name of a module around them, or by pattern ("*.fc1").
     The first and the last layer, in the order in which the model registers them, get `first_last_bits`. Layers of other
-    classes, subclasses too, are left as they are, and so are layers that are quantised already: `qat.summary` says so.
+    classes, subclasses too, are left as they are, and so are layers that are quantized already: `qat.summary` says so.
 
     Load pretrained weights before this call, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
-    initialised, all ranks of `process_group` must call it: they share their statistics ("local": each rank alone).
+    initialized, all ranks of `process_group` must call it: they share their statistics ("local": each rank alone).
     """
     sharded = "parameters are sharded already: prepare the model, calibrate it, then call fully_shard"
     check_model(model, "prepare", sharded)
@@ -68,11 +68,11 @@ def prepare(
 
 @torch.no_grad()
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Run forwards until every quantiser has made its start. Before DDP, fully_shard or torch.compile.
+    """Run forwards until every quantizer has made its start. Before DDP, fully_shard or torch.compile.
 
     A batch is a tensor, a tuple of positional arguments or a mapping of named ones; of a loader that yields pairs,
     `(x for x, _ in loader)`. The model stays in the mode it is in: in training, batch norms see these batches too.
-    Where torch.distributed is initialised, all ranks must call it with equally many batches. It warns of quantisers
+    Where torch.distributed is initialized, all ranks must call it with equally many batches. It warns of quantizers
     that no batch reached; they start in the first forward that reaches them.
     """
     left = waiting(model)
@@ -89,11 +89,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float = 0.0, lr: float | None = None, scale_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Groups for any optimiser, every parameter of the model in exactly one: "weights", "vectors" and "scales".
+    """Groups for any optimizer, every parameter of the model in exactly one: "weights", "vectors" and "scales".
 
     Only weights decay. Vectors (parameters of one dimension, such as biases and norms) do not. Nor do the scales and
-    offsets of quantisers: decay would pull them to zero, where a quantiser dies. `lr` is the rate of all groups (None:
-    the optimiser's own), `scale_lr` that of the scales (None: as the others).
+    offsets of quantizers: decay would pull them to zero, where a quantizer dies. `lr` is the rate of all groups (None:
+    the optimizer's own), `scale_lr` that of the scales (None: as the others).
     """
     for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scale_lr", scale_lr)):
         if value is not None and not value >= 0:
@@ -119,7 +119,7 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class _Found:
-    """A layer that has a quantised form, or is one."""
+    """A layer that has a quantized form, or is one."""
 
     names: tuple[str, ...]  # every name that it is registered under
     layer: Any
@@ -147,16 +147,16 @@ def _layers(model: nn.Module) -> Iterator[_Found]:
 
 
 def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Found]:
-    """Those that are to be quantised. Every pattern must leave out one at least."""
+    """Those that are to be quantized. Every pattern must leave out one at least."""
     left = [one for one in found if not any(_matches(name, pattern) for name in one.names for pattern in skip)]
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
-            raise QatError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
+            raise QatError(f"skip={pattern!r} names no layer that could be quantized; {_near(pattern, found)}")
     chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
         raise QatError(
-            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({KINDS}) "
-            f"{len(found) - len(left)} are skipped and {len(left)} are quantised already"
+            f"nothing to quantize in this {type(model).__name__}: of {len(found)} layers ({KINDS}) "
+            f"{len(found) - len(left)} are skipped and {len(left)} are quantized already"
         )
     return chosen
 

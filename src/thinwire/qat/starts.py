@@ -1,4 +1,4 @@
-"""Where quantisers begin: the statistics behind the papers' formulas, taken over all ranks.
+"""Where quantizers begin: the statistics behind the papers' formulas, taken over all ranks.
 
 Shape suffixes: C channels (whatever has a scale of its own), N elements of a channel on this rank, K candidates.
 

@@ -1,4 +1,4 @@
-"""What became of a model's layers, as a table: bits, scales, and what quantisation does to the weights."""
+"""What became of a model's layers, as a table: bits, scales, and what quantization does to the weights."""
 
 import sys
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Row:
     act_bits: int | None = None
     scale: tuple[float, float] | None = None  # least and largest of the weight's
     saturation: float | None = None  # share of the weights at or beyond an end of the range; no gradient reaches them
-    sqnr_db: float | None = None  # of the weight: 10 log10(its energy / that of what quantisation changes)
+    sqnr_db: float | None = None  # of the weight: 10 log10(its energy / that of what quantization changes)
     act_scale: float | None = None
     act_range: tuple[int, int] | None = None  # of its integers
     note: str = ""
@@ -47,7 +47,7 @@ class Summary:
         quantized = [row for row in self.rows if row.weight_bits is not None]
         widths = sorted({row.weight_bits for row in quantized if row.weight_bits is not None})
         bits = " and ".join(map(str, widths)) or "no"
-        return f"{len(quantized)} layers quantised ({bits} bits), {len(self.rows) - len(quantized)} in full precision"
+        return f"{len(quantized)} layers quantized ({bits} bits), {len(self.rows) - len(quantized)} in full precision"
 
     def __rich__(self) -> "Table":
         return self._table(ruled=True)
@@ -112,7 +112,7 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its weight is read by the attention around it"
     base = next((kind.__name__ for kind in FORMS if isinstance(module, kind)), None)
-    return f"a subclass of {base}: left as it is" if base else "no quantised form"
+    return f"a subclass of {base}: left as it is" if base else "no quantized form"
 
 
 def _quantized(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
@@ -135,7 +135,7 @@ def _converted(layer: IntegerLayer, notes: list[str]) -> dict[str, Any]:
 
 
 def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
-    """The scales of the weight, and what quantisation does to it."""
+    """The scales of the weight, and what quantization does to it."""
     quantizer = layer.weight_quantizer
     found = {"weight_bits": quantizer.bits}
     both = (("weight", quantizer), ("activation", layer.act_quantizer))

@@ -4,6 +4,5 @@
     job = TrainingJob(params=7_000_000_000, step_s=1.2)
     verdict.judge(job, Cluster(64, 8, across=slow, inside=fast), cluster.recorded("cuda"))
 
-Pure functions of their arguments, except `measure.py`, which asks the ranks of a running job. The formula is at the top
-of model.py and in docs/reference/cli.md.
+Pure functions of their arguments. The formula is at the top of model.py and in docs/reference/cli.md.
 """

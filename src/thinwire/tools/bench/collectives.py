@@ -23,8 +23,8 @@ from thinwire.collectives import groups
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
-from thinwire.tools.local import launch, link as links
-from thinwire.tools.local.launch import NcclRanks, World
+from thinwire.tools.local import launch
+from thinwire.tools.local.launch import NcclRanks, RankSetup, World
 from thinwire.tools.local.link import ShapedLink
 
 VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
@@ -60,20 +60,13 @@ class TimedCodec:
         return f"{self.name} {self.algorithm}"
 
 
-@dataclass(frozen=True)
-class CollectiveCase:
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCase(RankSetup):
     """What is interleaved: rows that share their verb, world, link and size."""
 
     verb: str
-    world: int
-    link: ShapedLink | None
     numel: int
     entries: tuple[TimedCodec, ...]
-    on_nccl: NcclRanks | None = None  # None => gloo, on the CPU
-
-    @property
-    def link_name(self) -> str:
-        return self.on_nccl.link if self.on_nccl else str(self.link or "loopback")
 
     @property
     def averages(self) -> bool:
@@ -108,19 +101,12 @@ def run(
 ) -> Record:
     """A record of kind "collectives". `hosts`: on NCCL, as so many hosts; without `rounds`, as the clock allows."""
     backend = "gloo" if hosts is None else "nccl"
-    if link is not None:
-        links.check()
-    names = codecs or CODECS[backend]
-    if hosts is None:
-        sizes = numels or (default_numel(link, quick),)
-        spread: list[tuple[int, NcclRanks | None]] = [(world, None) for world in worlds]
-    else:
-        sizes = numels or (NCCL_QUICK_NUMELS if quick else NCCL_NUMELS)
-        spread = [(one.world, one) for one in launch.nccl_ranks(worlds, hosts)]
-    cases = [
-        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(names, verb, world, on_nccl), on_nccl)
-        for (world, on_nccl), verb, numel in product(spread, verbs, sizes)
-    ]
+    usual = (default_numel(link, quick),) if hosts is None else NCCL_QUICK_NUMELS if quick else NCCL_NUMELS
+    cases = []
+    for setup, verb, numel in product(launch.setups(worlds, link, hosts), verbs, numels or usual):
+        timed = entries(codecs or CODECS[backend], verb, setup.world, setup.on_nccl)
+        whole = divisible(verb, setup.world, numel)
+        cases.append(CollectiveCase(**vars(setup), verb=verb, numel=whole, entries=timed))
     effort = Effort(rounds) if rounds else EFFORTS[backend, quick]
     with timing.threads(launch.THREADS):
         return collect("collectives", torch.device("cuda" if hosts else "cpu"), _rows(cases, effort, progress))
@@ -187,9 +173,6 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "verb": case.verb,
             "codec": entry.name,
             "algorithm": samples[0].algorithm,
-            "world": case.world,
-            "nodes": case.on_nccl.nodes if case.on_nccl else None,
-            "link": case.link_name,
             "numel": case.numel,
             **_byte_columns(case, entry, parts),
             "rel_error": _rel_error(samples),
@@ -199,7 +182,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "bf16_cpu_ms": timing.cpu_ms(bf16),
             "bf16_rel_error": _rel_error(bf16),
             **timing.beside(parts, entry.key, FP32, BF16),
-            **launch.columns(case.on_nccl),
+            **case.columns(),
             **({} if case.on_nccl is None else {"asked": entry.algorithm}),
         }
 
@@ -243,7 +226,7 @@ class _RankBench:
     def __init__(self, case: CollectiveCase) -> None:
         self.case = case
         rank = dist.get_rank()
-        device = CPU if case.on_nccl is None else case.on_nccl.gpu(rank)
+        device = case.device(rank)
         self.source = inputs(rank, case, device)
         parts = case.world if case.verb == "reduce_scatter_tensor" else 1
         self.out = torch.empty(case.numel // parts, device=device)

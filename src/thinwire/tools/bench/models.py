@@ -22,19 +22,9 @@ def loss_of(network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
 
 
 class Transformer(nn.Module):
-    """Pre-norm, causal attention; positions are learned, or rotary; tied: the head has the weights of the letters."""
+    """Pre-norm, causal attention; positions are learned; tied: the head has the weights of the letters."""
 
-    def __init__(
-        self,
-        letters: int,
-        context: int,
-        width: int,
-        heads: int,
-        depth: int,
-        *,
-        rotary: bool = False,
-        tied: bool = False,
-    ) -> None:
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, *, tied: bool = False) -> None:
         super().__init__()
         self.letters = nn.Embedding(letters, width)
         self.places = nn.Embedding(context, width)
@@ -71,7 +61,7 @@ class TransformerBlock(nn.Module):
         return x_BTD + added
 
     def turned(self, x_BHTD: Tensor) -> Tensor:
-        """Queries or keys with their positions; here they have them already."""
+        """Queries or keys with their positions, for subclasses in benchmarks/; here the input has them."""
         return x_BHTD
 
     def _attend(self, x_BTD: Tensor) -> Tensor:

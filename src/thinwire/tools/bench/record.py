@@ -1,4 +1,4 @@
-"""The one JSON schema of benchmark records. Open to report and advise, which read what bench wrote.
+"""The one JSON schema of benchmark records: bench writes them, report and advise read them.
 
 {"schema": 1, "kind": ..., "conditions": {...}, "rows": [{flat columns}]}
 
@@ -216,7 +216,7 @@ def _installed(*names: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The processor's model name, from wherever this system tells it."""
+    """The processor's model name, from whichever source this system has."""
     sources = (("cat", "/proc/cpuinfo"), ("lscpu",), ("sysctl", "-n", "machdep.cpu.brand_string"))
     for command in sources:
         text = _output(*command) or ""

@@ -25,9 +25,9 @@ from thinwire.integrations import compress_ddp
 from thinwire.tools.bench import models, timing
 from thinwire.tools.bench.models import MODELS, Batch
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
-from thinwire.tools.local import launch, link as links
-from thinwire.tools.local.launch import NcclRanks
+from thinwire.tools.bench.timing import NOTHING, Call, Effort, Sample
+from thinwire.tools.local import launch
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 
 DDP, FSDP2 = "ddp", "fsdp2"
@@ -168,20 +168,13 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], *, narrow: bool = Fal
     fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # of the loss
 
 
-@dataclass(frozen=True)
-class StepCase:
+@dataclass(frozen=True, kw_only=True)
+class StepCase(RankSetup):
     """What is interleaved: the schemes of one world."""
 
-    world: int
     schemes: tuple[StepScheme, ...]  # torch's own two first
     model: str
     parallel: str = DDP
-    link: ShapedLink | None = None
-    on_nccl: NcclRanks | None = None  # None => gloo, on the CPU
-
-    @property
-    def link_name(self) -> str:
-        return self.on_nccl.link if self.on_nccl else str(self.link or "loopback")
 
     def __str__(self) -> str:
         return f"{VERBS[self.parallel]} of {self.model}, world {self.world}, {self.link_name}"
@@ -207,15 +200,10 @@ def run(
     progress: Progress = iter,
 ) -> Record:
     """A record of kind "collectives" whose verbs are ddp_step or fsdp_step. `hosts`: on NCCL, as so many hosts."""
-    if link is not None:
-        links.check()
     schemes = lineup(codecs or CODECS[parallel], parallel)
     name = model or ("mlp-1m" if quick else MODEL["gloo" if hosts is None else "nccl"])
-    if hosts is None:
-        cases = [StepCase(world, schemes, name, parallel, link) for world in worlds]
-    else:
-        spread = launch.nccl_ranks(worlds, hosts)
-        cases = [StepCase(one.world, schemes, name, parallel, None, one) for one in spread]
+    setups = launch.setups(worlds, link, hosts)
+    cases = [StepCase(**vars(setup), schemes=schemes, model=name, parallel=parallel) for setup in setups]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
@@ -237,15 +225,12 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "codec": scheme.name,
             "algorithm": "plain" if scheme.codec is None else "compressed",
             "feedback": samples[0].feedback,
-            "world": case.world,
-            "nodes": case.on_nccl.nodes if case.on_nccl else None,
-            "link": case.link_name,
             "numel": samples[0].params,
             "bytes_per_rank": timing.sent(parts, scheme.name, counter),
             **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
             "identical": len({sample.digest for sample in samples}) == 1,
             **timing.beside(parts, scheme.name, NONE, BF16),
-            **launch.columns(case.on_nccl),
+            **case.columns(),
         }
 
 
@@ -255,7 +240,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
 def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     """This rank's times; all ranks run it together."""
     rank = dist.get_rank()
-    device = CPU if case.on_nccl is None else case.on_nccl.gpu(rank)
+    device = case.device(rank)
     model = MODELS[case.model]
     batch = cast(Batch, tuple(part.to(device) for part in model.batch(rank)))
     replicas = {scheme.name: _replica(case, scheme, model.build().to(device)) for scheme in case.schemes}

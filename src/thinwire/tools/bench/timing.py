@@ -93,7 +93,7 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
 
 
 def meet(device: torch.device) -> None:
-    """Return when all ranks are here; a GPU then has nothing left to do."""
+    """Return when all ranks are here and their GPUs are idle."""
     synchronize(device)
     dist.barrier()
     synchronize(device)

@@ -1,10 +1,8 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
 import json
-import math
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -12,26 +10,22 @@ import torch
 import typer
 
 from thinwire.errors import AdviceError
-from thinwire.tools.advise import cluster as clusters, measure, model, units, verdict
+from thinwire.tools.advise import cluster as clusters, model, units, verdict
 from thinwire.tools.advise.cluster import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
 from thinwire.tools.advise.model import Prediction, TrainingJob
 from thinwire.tools.advise.verdict import Verdict
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.local import torchrun
-from thinwire.tools.local.torchrun import RankPlace
 from thinwire.tools.report import tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted
 
-MEASURED = ("world", "inter", "intra", "latency", "cores")  # under torchrun
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
-GPU_BYTES = 80 * 10**9  # of an A100 or an H100, where --memory is not given
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
 LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
 OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
 CODECS = f"Codecs to compare; default {','.join(model.CODECS)}."
-MEMORY = "Per GPU; default 80GB. On a CPU it is checked only if given."
 Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
@@ -69,20 +63,14 @@ def command(
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
     bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "bucket_cap_mb; default the best of 25 to 1600MiB.")] = None,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
-    memory: Annotated[Whole, _option(units.size, "SIZE", MEMORY)] = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
-    whole: screen.All = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what to use on your links: predict a training step with every codec, and choose.
 
     The advice is the fastest scheme among those whose loss stays within the seed-to-seed spread. It may be not to
-    compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
-    committed records (docs/reference/cli.md has the formula). A gain is a range: the error observed against measured
-    steps.
-
-    Under torchrun the ranks measure their links first; --params and --step are needed, the rest is known.
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
+    compress. Steps are predicted from the links and from kernel times of committed records (docs/reference/cli.md has
+    the formula). A gain is a range: the error observed against measured steps. To measure a link, run
+    thinwire bench link under torchrun.
 
     \b
     Columns:
@@ -95,59 +83,37 @@ def command(
     \b
     Exit status:
       0  advice was printed, whatever it is
-      1  the ranks could not measure
       2  a value is missing or not understood
 
     \b
     Example:
       thinwire advise --params 1.3e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 1.2s
       thinwire advise --params 25M --world 4 --inter 100mbit --step 200ms --device cpu --json
-      torchrun --nproc-per-node 8 -m thinwire advise --params 1.3e9 --step 1.2s
     """
-    with screen.usage_errors("environment", AdviceError):
-        place = None if no_measure else torchrun.place()
     chosen = flags.codecs(codecs, model.CODECS)
     node = per_node or 1
-    needed: dict[str, object] = {"--params": params, "--step": step}
-    if place is None:  # where the number of ranks is missing too, there are several nodes
-        needed |= {"--world": world, **({"--inter": inter} if world is None or world > node else {})}
-        needed |= {"--intra": intra} if node > 1 else {}
-    else:
-        _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
+    needed: dict[str, object] = {"--params": params, "--step": step, "--world": world}
+    if world is None or world > node:  # where the number of ranks is missing too, there are several nodes
+        needed["--inter"] = inter
+    if node > 1:
+        needed["--intra"] = intra
     missing = ", ".join(flag for flag, value in needed.items() if value is None)
-    if missing or params is None or step is None:
+    if missing or params is None or step is None or world is None:
         context.fail(f"Missing: {missing}; see thinwire advise --help")
-    if place is None:
-        own = clusters.recorded(device or Device.cuda)
-        cluster, own = _described(world or 1, node, inter, intra, latency, own, cores)
-    else:
-        cluster, own = _measured(place, device, per_node)
-        if place.rank:
-            return
+    own = clusters.recorded(device or Device.cuda)
+    cluster, own = _described(world, node, inter, intra, latency, own, cores)
     adaptive = optimizer is Optimizer.adam
     job = TrainingJob(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, adaptive)
-    has = memory or (GPU_BYTES if own.device == Device.cuda else None)
-    if has is not None and sum(needs := memory_of(job)) > has:
-        _print_sharded(sum(needs), sum(needs[:3]) / cluster.world, has, as_json)
-        return
     judged = verdict.judge(job, cluster, own, codecs=chosen, buckets=(bucket,) if bucket else verdict.BUCKETS)
     (print_json if as_json else print_verdict)(job, cluster, own, judged)
 
 
-def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """No flag is accepted and then ignored."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            flag = next(flag.opts[0] for flag in context.command.params if flag.name == name)
-            raise typer.BadParameter(why, param_hint=flag)
-
-
 def _described(
-    ranks: int, per_node: int, inter: Number, intra: Number, latency: Number, own: Machine, cores: int | None
+    ranks: int, node: int, inter: Number, intra: Number, latency: Number, own: Machine, cores: int | None
 ) -> tuple[Cluster, Machine]:
     """What the flags say of the links, and what the machine is for each rank."""
-    node = _node(ranks, per_node)
+    if node > ranks or ranks % node:
+        raise typer.BadParameter(f"{ranks} ranks do not make nodes of {node}", param_hint="--gpus-per-node")
     for flag, rate, needed in (("--inter", inter, ranks > node), ("--intra", intra, node > 1)):
         if rate is not None and not needed:
             raise typer.BadParameter("no other rank uses that link: leave it out", param_hint=flag)
@@ -160,54 +126,11 @@ def _described(
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
 
 
-def _node(ranks: int, per_node: int) -> int:
-    if per_node > ranks or ranks % per_node:
-        raise typer.BadParameter(f"{ranks} ranks do not make nodes of {per_node}", param_hint="--gpus-per-node")
-    return per_node
-
-
-def _measured(place: RankPlace, device: Device | None, per_node: int | None) -> tuple[Cluster, Machine]:
-    flags.check_device(device)
-    on_cpu = device is Device.cpu or not torch.cuda.is_available()
-    where = torch.device("cpu") if on_cpu else torch.device("cuda", place.local_rank)
-    node = _node(place.world, per_node or place.per_node)
-    with screen.plain_errors(), torchrun.job(where):
-        found = measure.links(where, node)
-    own = clusters.recorded(where.type).shared(node, os.cpu_count() or 1)
-    return found, replace(own, byte_s=0.0)  # what bytes cost the processor is in the link's time
-
-
-def memory_of(job: TrainingJob) -> list[float]:
-    """Bytes per rank under DDP, by rule of thumb: weights, gradients, optimizer, DDP's buckets, activations."""
-    width = job.dtype.itemsize
-    state = (8 if job.adaptive else 4) + (4 if width < 4 else 0)  # moments, and an fp32 copy of narrow weights
-    parts = [job.params * float(size) for size in (width, width, state, width)]
-    return [*parts, 0.25 * sum(parts)]
-
-
-def _print_sharded(needs: float, part: float, has: int, as_json: bool) -> None:
-    """DDP cannot hold the model: use FSDP2, or more ranks than there are."""
-    code = 'thinwire.compress_fsdp(model, gradients="int8", weights="int8")'
-    fits = part <= has
-    if as_json:
-        memory = {"needs": needs, "sharded": part, "has": has}
-        advice = {"compress": True, "scheme": "int8/int8", "how": code} if fits else None
-        _dump({"memory": memory, "parallel": "fsdp2" if fits else None, "schemes": [], "advice": advice})
-        return
-    shown = [units.nbytes(count) for count in (needs, has, part)]
-    screen.say("DDP cannot hold this model: it needs about {} per rank, and there are {} (--memory).".format(*shown))
-    if fits:
-        screen.say(f"Shard it with FSDP2 (torch's fully_shard): {shown[2]} per rank, and activations. Then: {code}")
-    else:
-        more = math.ceil(part / has)
-        screen.say(f"Nor can FSDP2: {shown[2]} per rank, and activations. It takes at least {more} times the ranks.")
-
-
 def print_verdict(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
     rates = [f"{units.nbytes(link.bytes_per_s)}/s and {units.duration(link.latency_s)}" for link in cluster.links]
-    told = f"{job.params:.3g} parameters in {_name(job.dtype)}, {units.duration(job.step_s)} of compute, {ranks}"
-    screen.say(f"{told}; links: {', '.join(rates) or 'none'} per message; kernels: {own.source}")
+    summary = f"{job.params:.3g} parameters in {_name(job.dtype)}, {units.duration(job.step_s)} of compute, {ranks}"
+    screen.say(f"{summary}; links: {', '.join(rates) or 'none'} per message; kernels: {own.source}")
     screen.say_choice(found.choice)
     screen.say(f"Why: {found.reason}.")
     screen.say_notes(found.notes)
@@ -264,16 +187,15 @@ def print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict)
     figures = {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)}
     advice = {"compress": choice.compress, "scheme": choice.chosen.name, "how": choice.chosen.code}
     said = {"lines": list(choice.lines), "reason": found.reason, "notes": list(found.notes)}
-    _dump(
-        {
-            "job": figures,
-            "cluster": asdict(cluster),
-            "machine": machine,
-            "parallel": "ddp",
-            "schemes": [_figures(found, prediction) for prediction in found.ranked],
-            "advice": {**advice, **said},
-        }
-    )
+    answer = {
+        "job": figures,
+        "cluster": asdict(cluster),
+        "machine": machine,
+        "parallel": "ddp",
+        "schemes": [_figures(found, prediction) for prediction in found.ranked],
+        "advice": {**advice, **said},
+    }
+    typer.echo(json.dumps(answer, indent=1, allow_nan=False))
 
 
 def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
@@ -290,7 +212,3 @@ def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
         "keeps_the_loss": way.keeps_the_loss,
         **{name: value for name, value in vars(prediction).items() if name != "scheme"},
     }
-
-
-def _dump(answer: Mapping[str, Any]) -> None:
-    typer.echo(json.dumps(answer, indent=1, allow_nan=False))

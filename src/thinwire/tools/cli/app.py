@@ -18,14 +18,13 @@ _COMMANDS = {  # each a module of this room
     "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
     "rehearse": "What compression would do to the loss of your own script.",
-    "report": "Show records as tables, and compare two.",
-    "doctor": "Say what works on this machine, and what to do.",
+    "report": "Show records as tables.",
+    "doctor": "Report what works on this machine, and how to fix the rest.",
 }
 _EPILOG = """\b
 Exit status:
   0    done
-  1    it failed, something is broken (doctor), or a result got worse or is missing (report
-       --fail-on-regression)
+  1    it failed, or something is broken (doctor)
   2    the command was not understood: the message says what is allowed
   130  interrupted; what was measured until then is kept
   141  the reader of the output went away (thinwire report ... | head -1)

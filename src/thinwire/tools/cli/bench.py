@@ -6,11 +6,12 @@ from functools import partial
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from thinwire.errors import AdviceError, CodecError
 from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
-from thinwire.tools.bench.record import Record, write
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Json, LinkRate, Quick, Words, count, option
 from thinwire.tools.local import link as links, torchrun
@@ -45,7 +46,6 @@ def link_command(
     link: LinkRate = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """What the link between ranks gives: the time of messages of 1 kB to 16 MB, and their rate.
 
@@ -79,7 +79,6 @@ def collectives_command(
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
 
@@ -126,7 +125,6 @@ def step_command(
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
-    whole: screen.All = False,
 ) -> None:
     """The time of a training step with each codec, beside plain torch and torch's bf16, interleaved; default 2 ranks.
 
@@ -173,7 +171,13 @@ def _hosts(backend: Backend, hosts: Words, link: str | None) -> list[int] | None
 
 
 @links.sigterm_as_ctrl_c()
-def deliver(measure: Callable[..., Record], json: str | None, *, quiet: bool = False) -> None:
+def deliver(
+    measure: Callable[..., Record],
+    json: str | None,
+    *,
+    quiet: bool = False,
+    show: Callable[[Record, Console], None] = tables.show,
+) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
     A row's note goes to standard error; where one has no time, or a file could not be written, the status is 1. quiet:
@@ -184,9 +188,9 @@ def deliver(measure: Callable[..., Record], json: str | None, *, quiet: bool = F
         record, status = screen.measured(measure)
     if quiet:
         raise typer.Exit(status)
-    written = screen.write_all({json: partial(write, record, json)} if json else {})  # the table's reader may go away
+    written = screen.written(record, json)  # first: the table's reader may go away
     if json != "-":
-        tables.show(record, screen.console())
+        show(record, screen.console())
     for row in record.rows:
         if row.get("note"):
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)

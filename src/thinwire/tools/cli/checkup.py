@@ -6,7 +6,6 @@ import platform
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,6 @@ from thinwire.tools.local import link as links
 PYTHON = (3, 11)  # the oldest that serves
 TORCH = (2, 11)
 BACKEND = "THINWIRE_BACKEND"  # what the environment asks for
-SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Finding:
 def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
     """The findings, as they come.
 
-    follow: is handed the GPU kernels that are compiled for a self-test. full: compare all of them, for minutes.
+    follow: shows the progress of GPU kernels being compiled. full: compare all of them, which takes minutes.
     """
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
@@ -48,7 +46,6 @@ def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]
     yield _cuda()
     yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
     yield _transport("nccl", "collectives on GPU tensors need it: install a CUDA build of torch")
-    yield _interfaces()
     yield from _chosen_interfaces()
     yield _host_name()
     yield _shaping()
@@ -139,44 +136,13 @@ def _transport(name: str, todo: str) -> Finding:
     return Finding(name, True, "available") if there else Finding(name, None, "not in this torch", todo)
 
 
-def _interfaces() -> Finding:
-    """Network interfaces other than loopback that are not down, with the rate each reports."""
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and _attribute(name, "operstate") != "down"]
-    if not names:
-        todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
-        return Finding("interfaces", None, "loopback only", todo)
-    speeds = {name: _attribute(name, "speed") for name in names}  # of a virtual interface there is none, or it is -1
-    shown = (f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name for name, speed in speeds.items())
-    return Finding("interfaces", True, ", ".join(shown))
-
-
-def _attribute(interface: str, what: str) -> str:
-    try:
-        return Path("/sys/class/net", interface, what).read_text().strip()
-    except OSError:
-        return ""
-
-
 def _chosen_interfaces() -> Iterator[Finding]:
-    """Whether the interfaces that the environment names are there.
-
-    gloo takes whole names, NCCL prefixes, or names after "="; after "^" are those not to use, which need not be there.
-    """
+    """Whether the interfaces in GLOO_SOCKET_IFNAME exist."""
     there = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable, "")
-        nccl = variable.startswith("NCCL")
-        if len(wanted) < SHORTEST or (nccl and wanted.startswith("^")):
-            continue
-        starts = nccl and not wanted.startswith("=")
-        asked = wanted.removeprefix("=" if nccl else "").split(",")
-        absent = [
-            name or "''"
-            for name in asked
-            if not any(one == name or (starts and name and one.startswith(name)) for one in there)
-        ]
+    if wanted := os.environ.get("GLOO_SOCKET_IFNAME"):
+        absent = [name for name in wanted.split(",") if name not in there]
         todo = f"there is no {', '.join(absent)} here: unset it, or name one of {', '.join(there)}" if absent else ""
-        yield Finding(variable, not absent, wanted, todo)
+        yield Finding("GLOO_SOCKET_IFNAME", not absent, wanted, todo)
 
 
 def _host_name() -> Finding:

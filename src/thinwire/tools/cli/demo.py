@@ -10,8 +10,9 @@ from thinwire.errors import CodecError
 from thinwire.tools.advise import cluster
 from thinwire.tools.advise.cluster import Machine
 from thinwire.tools.bench import step
-from thinwire.tools.bench.record import Record, write
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import findings, flags, screen, training
+from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import link as links
 from thinwire.tools.report import tables
 
@@ -28,7 +29,6 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help=STEPS)] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE", help=LINK)] = None,
     json: flags.Json = None,
-    whole: screen.All = False,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
 ) -> None:
     """See it work: ranks on this machine train a small GPT, plainly and once per codec.
@@ -51,14 +51,8 @@ def command(
     with screen.usage_errors("--codecs", CodecError):
         step.lineup(named or ())
     shaped = flags.shaped(link)
-    flags.writable(json, "--json")
-    with screen.plain_errors():
-        record, status = screen.measured(partial(training.run, world, named, steps, shaped, quick))
-        # Before the tables, whose reader may go away.
-        written = screen.write_all({json: partial(write, record, json)} if json else {})
-        if record.rows and json != "-":
-            show(record, cluster.recorded("cpu"), screen.console())
-    raise typer.Exit(status if written else 1)
+    run = partial(training.run, world, named, steps, shaped, quick)
+    deliver(run, json, show=lambda record, console: show(record, cluster.recorded("cpu"), console))
 
 
 def show(record: Record, machine: Machine, console: Console) -> None:

@@ -32,7 +32,7 @@ def command(
     peers: Annotated[bool, typer.Option("--peers", help=PEERS)] = False,
     timeout: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help=TIMEOUT)] = None,
 ) -> None:
-    """Say what works on this machine, or between the ranks of a job, and what to do about the rest.
+    """Report what works on this machine, or between the ranks of a job, and how to fix the rest.
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
     is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
@@ -80,7 +80,7 @@ def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
 
 
 def _say(works: bool | None, line: str) -> None:
-    """One line, in marks the stream can show, coloured on a terminal."""
+    """One line, in marks the stream can show, colored on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
     screen.console().print(Text.assemble((marks[works], STYLES[works]), f" {line}"), soft_wrap=True)
 

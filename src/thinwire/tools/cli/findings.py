@@ -41,8 +41,8 @@ def outlooks(record: Record, machine: Machine) -> list[Outlook]:
             found.append(_measured(rows, losses))
             continue
         job, cluster, own = verdict.described({**rows[0], "link": link}, machine)
-        told = verdict.judge(job, cluster, own, codecs=codecs, losses=losses, buckets=(job.bucket_bytes,))
-        found.append(Outlook(link, told.choice, list(told.ways.values())))
+        judged = verdict.judge(job, cluster, own, codecs=codecs, losses=losses, buckets=(job.bucket_bytes,))
+        found.append(Outlook(link, judged.choice, list(judged.ways.values())))
     return sorted(found, key=lambda outlook: outlook.link != measured)
 
 

@@ -2,7 +2,7 @@
 
 Ranks meet in a store at MASTER_ADDR:MASTER_PORT: torchrun's own where it started them, else one of rank 0. Each leaves
 a description of itself there; rank 0 compares them and shares the problems. Without problems all exchange messages.
-Nobody waits without a limit: a rank that says nothing in time is missing.
+Every wait has a limit; a rank that has not answered by then is missing.
 """
 
 import json
@@ -44,7 +44,7 @@ Description = Mapping[str, Any]  # of a rank, by itself
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 knows in the end; a missing rank has no description. Other ranks know only the problems."""
+    """The result on rank 0; a missing rank has no description. Other ranks know only the problems."""
 
     world: int
     ranks: Mapping[int, Description]
@@ -53,7 +53,7 @@ class Found:
 
 
 def examine(place: RankPlace, patience_s: float) -> Found:
-    """Rates are measured only where no problem was found before: a disagreement may leave ranks waiting."""
+    """Compare the ranks; measure rates only if they agree, since a disagreement may leave ranks waiting."""
     meeting = Meeting(place, patience_s)  # to the end: others may still use its store
     ranks, problems = meeting.hold(describe(place))
     received: list[dict[int, float]] = []
@@ -110,7 +110,7 @@ class Meeting:
         return ranks, problems
 
     def _said(self, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
-        """What these ranks say in time; the store's own wait would not say who is missing."""
+        """The values these ranks set in time; the store's own wait would not say who is missing."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + patience_s
         while len(found) < len(ranks) and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ def describe(place: RankPlace) -> Description:
 
 
 def disagreements(ranks: Mapping[int, Description]) -> list[str]:
-    """Another version may say less of itself."""
+    """One sentence for each setting that differs; another version may not describe all of them."""
     found = []
     for key, (label, remedy) in _AGREED.items():
         sides: dict[object, list[int]] = {}

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from thinwire.errors import CodecError
 from thinwire.integrations.choice import options
 from thinwire.tools import rehearsal
-from thinwire.tools.bench.record import write
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.bench import deliver
 from thinwire.tools.cli.flags import Json, Words, count, option
 from thinwire.tools.report import tables
 
@@ -40,27 +42,22 @@ def command(
     """
     if not Path(script).is_file():
         raise typer.BadParameter(f"{script} is not a file: name a Python script", param_hint="SCRIPT")
-    flags.writable(json, "--json")
     flags.writable(page, "--page")
+    if page and json == "-":
+        raise typer.BadParameter("standard output has the record alone: name a file", param_hint="--json")
     named = flags.specs(codecs) or list(CODECS)
     with screen.usage_errors("--codecs", CodecError):
         for name in named:
             if name not in (rehearsal.NONE, rehearsal.NULL) and options.parse(name) == options.Auto():
                 raise CodecError("'auto' times codecs on a link, and a rehearsal has none: name codecs")
     plan = rehearsal.Plan(script, arguments or [], named, world, seeds)
-    with screen.plain_errors():
-        record, status = screen.measured(partial(rehearsal.run, plan))
-    files = {json: partial(write, record, json)} if json else {}
+    deliver(partial(rehearsal.run, plan), json, show=partial(_show, page))
+
+
+def _show(page: str | None, record: Record, console: Console) -> None:
     if page and record.rows:
-        files[page] = partial(_write, page, rehearsal.page(record))
-    written = screen.write_all(files)
-    if json != "-":
-        tables.show(record, screen.console())
-        for row in record.rows:
-            if row["arm"] != rehearsal.NONE:
-                screen.say(str(row["verdict"]))
-    raise typer.Exit(status if written else 1)
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")
+        Path(page).write_text(rehearsal.page(record), encoding="utf-8")
+    tables.show(record, console)
+    for row in record.rows:
+        if row["arm"] != rehearsal.NONE:
+            screen.say(str(row["verdict"]), console)

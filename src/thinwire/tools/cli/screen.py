@@ -4,8 +4,8 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import typer
 from rich import progress as bars
@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Interrupted, Progress, Record
+from thinwire.tools.bench.record import Interrupted, Progress, Record, write
 from thinwire.tools.recommend import Recommendation
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
@@ -43,7 +43,7 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Ctrl-C, an output whose reader went away or whose disk is full: a status. A mistake: what is allowed as well."""
+    """Turn Ctrl-C and an output that cannot be written into an exit status; add what is allowed to usage errors."""
     try:
         try:
             yield
@@ -72,7 +72,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def _add_what_is_allowed(error: Any) -> None:
-    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
+    """typer names near matches only. Its exceptions are not public, so they are recognized by their attributes."""
     command = error.ctx.command
     if not getattr(error, "possibilities", True):
         error.possibilities = [name for flag in command.params for name in flag.opts if name.startswith("--")]
@@ -81,9 +81,7 @@ def _add_what_is_allowed(error: Any) -> None:
 
 
 class _Console(Console):
-    """Tells a reader that went away to the root command, which knows the status."""
-
-    shows_all = False  # columns of tables, whether they fit or not
+    """Raises BrokenPipeError when the reader goes away, for the root command to set the exit status."""
 
     def on_broken_pipe(self) -> None:
         """rich would exit with 1."""
@@ -91,26 +89,10 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or error: no colour unless it is a terminal, none under NO_COLOR."""
+    """A console on standard output or error: no color unless it is a terminal, none under NO_COLOR."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDE
-    made = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-    made.shows_all = "all" in _shown
-    return made
-
-
-_shown: set[str] = set()  # "all", while a command runs that was given --all
-
-
-def _remember(asked: bool) -> bool:
-    """Called for every command that has the flag, given or not."""
-    _shown.clear()
-    _shown.update({"all"} if asked else ())
-    return asked
-
-
-ALL = "On a narrow terminal, show the columns of tables that do not fit too."
-All = Annotated[bool, typer.Option("--all", callback=_remember, help=ALL)]
+    return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str, on: Console | None = None, style: str | None = None) -> None:
@@ -150,7 +132,7 @@ def progress() -> Iterator[Progress]:
 
 
 def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
-    """What a run measures, with a bar, and the exit status. After Ctrl-C the finished rows are kept."""
+    """Run a measurement with a progress bar; return its record, after Ctrl-C the finished rows, and the exit status."""
     try:
         with progress() as shown:
             return measure(progress=shown), 0
@@ -159,23 +141,22 @@ def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
         return stop.record, INTERRUPTED
 
 
-def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
-    """Write each file, and complain of those that cannot be written; whether all could. "-" is standard output."""
-    written = True
-    for path, write in files.items():
-        try:
-            write()
-        except OSError as error:
-            if path == "-":
-                raise
-            typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
-            written = False
-    return written
+def written(record: Record, path: str | None) -> bool:
+    """Write a record where that is asked for; False, and a complaint, where the file cannot be written."""
+    try:
+        if path is not None:
+            write(record, path)
+    except OSError as error:
+        if path == "-":
+            raise
+        typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
-    """An error of these kinds is the user's: its text, the flag it came by, and exit status 2."""
+    """Report errors of these kinds as usage errors: the text, the flag, and exit status 2."""
     try:
         yield
     except kinds as error:
@@ -184,7 +165,7 @@ def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error thinwire raises on purpose: its text, and exit status 1."""
+    """Report a ThinwireError without a traceback: its text, and exit status 1."""
     try:
         yield
     except ThinwireError as error:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from thinwire.tools.bench import models, step, timing
 from thinwire.tools.bench.models import Batch, Transformer
-from thinwire.tools.bench.record import CURVE, Progress, Record, Row, collect
+from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.step import BF16, NONE, Replica, StepSample, StepScheme
 from thinwire.tools.bench.timing import NOTHING, Call, Effort
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.local.link import ShapedLink
 
 CODECS = (BF16, "int8", "lloyd4", "lloyd2")
-POINTS = 60  # of a curve
 COMPUTE = "a step alone"
 STEP_TIMES = "step times"
 EFFORT = Effort(rounds=7, most=30, seconds=0.7)
@@ -68,7 +67,7 @@ class DemoPlan:
         return windows[:, :-1], windows[:, 1:]
 
     def learning_rate(self, number: int) -> float:
-        """A short rise, then half a cosine down to zero: at a constant rate the last few batches decide the loss."""
+        """Warmup, then cosine decay to zero: at a constant rate the last few batches decide the loss."""
         rise = min(1.0, (number + 1) / (0.03 * self.steps + 1))
         return self.rate * rise * 0.5 * (1 + math.cos(math.pi * number / self.steps))
 
@@ -94,14 +93,13 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows of a run."""
+    """One rank's result of a training run."""
 
-    losses: tuple[float, float]  # sums over its part of the training and the held-out text
-    counts: tuple[int, int]
+    loss: float  # a sum over its part of the text
+    count: int  # of the letters in it
     digest: str
     feedback: str
     params: int
-    curve: list[float]  # of its batches
 
 
 def run(
@@ -123,7 +121,7 @@ def run(
 
 
 def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
-    """Times first: then a row is complete as soon as its last seed is."""
+    """Times come first, so that a row is complete as soon as its last seed is trained."""
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
@@ -150,20 +148,17 @@ def row_of(
     source = "interface" if plan.link else "transport"
     if sent is None and scheme.name in RING_BYTES:  # torch's own all_reduce, over loopback: by formula
         sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * params, "formula"
-    points = zip(*(trained.curve for ranks in mine for trained in ranks), strict=True)
-    each = -(-plan.steps // POINTS)
     return {
         "task": "gpt",
         "parallel": "ddp",
         "optimizer": "adam",
         "codec": scheme.name.partition("@")[0],
-        CURVE: [[min((at + 1) * each, plan.steps), timing.mean(values)] for at, values in enumerate(points)],
         "feedback": mine[0][0].feedback,
         "world": plan.world,
         "link": str(plan.link or "loopback"),
         "seeds": plan.seeds,
-        **loss_columns(_losses(mine, 0), _losses(plain, 0)),
-        "val_gap_nats": timing.mean([a - b for a, b in zip(_losses(mine, 1), _losses(plain, 1), strict=True)]),
+        **loss_columns(_losses(mine), _losses(plain)),
+        "val_gap_nats": None,
         "step_ms": p50,
         "step_ms_p20": p20,
         "step_ms_p80": p80,
@@ -183,9 +178,9 @@ def row_of(
     }
 
 
-def _losses(results: Sequence[Sequence[Trained]], which: int) -> list[float]:
-    """By seed: of the training text, or of the held-out one."""
-    return [sum(one.losses[which] for one in ranks) / sum(one.counts[which] for one in ranks) for ranks in results]
+def _losses(results: Sequence[Sequence[Trained]]) -> list[float]:
+    """By seed."""
+    return [sum(one.loss for one in ranks) / sum(one.count for one in ranks) for ranks in results]
 
 
 def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
@@ -219,22 +214,18 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     rank = dist.get_rank()
     network = plan.network(seed)
     replica = Replica(scheme, network, torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0))
-    losses = []
     for number in range(plan.steps):
         for group in replica.optimizer.param_groups:
             group["lr"] = plan.learning_rate(number)
-        losses.append(replica.step(plan.batch(number, seed, rank)))
+        replica.step(plan.batch(number, seed, rank))
     with torch.no_grad():
-        judged = [_judge(plan, network, _part(text, rank, plan.world)) for text in help_pages()[1:]]
+        judged = _judge(plan, network, _part(help_pages()[1], rank, plan.world))
     feedback = replica.feedback
     replica.close()
     del replica
     gc.collect()  # DDP and its hooks refer to each other
-    each = -(-plan.steps // POINTS)
-    curve = [float(torch.stack(losses[at : at + each]).mean()) for at in range(0, plan.steps, each)]
-    sums, counts = zip(*judged, strict=True)
     params = sum(parameter.numel() for parameter in network.parameters())
-    return Trained(sums, counts, timing.digest(network.parameters()), feedback, params, curve)
+    return Trained(*judged, timing.digest(network.parameters()), feedback, params)
 
 
 def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> tuple[float, int]:

@@ -106,17 +106,45 @@ def nccl_version() -> str:
     return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def columns(ranks: "NcclRanks | None") -> dict[str, str | int | bool | None]:
-    """Where a row's ranks ran; without MPS, ranks that share a GPU take turns of milliseconds."""
-    found: dict[str, str | int | bool | None] = {
-        "threads": THREADS,
-        "cores": os.cpu_count(),
-        "backend": "gloo" if ranks is None else "nccl",
-    }
-    if ranks is not None:
-        pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
-        found |= {"cards": ranks.gpus, "nccl": nccl_version(), "mps": pipe.exists() if ranks.shared else None}
-    return found
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """How the ranks of a case run: gloo over loopback or a shaped link, or NCCL."""
+
+    world: int
+    link: ShapedLink | None = None
+    on_nccl: NcclRanks | None = None
+
+    @property
+    def link_name(self) -> str:
+        return self.on_nccl.link if self.on_nccl else str(self.link or "loopback")
+
+    def device(self, rank: int) -> torch.device:
+        return self.on_nccl.gpu(rank) if self.on_nccl else torch.device("cpu")
+
+    def columns(self) -> dict[str, str | int | bool | None]:
+        """Where a row's ranks ran; without MPS, ranks that share a GPU take turns of milliseconds."""
+        ranks = self.on_nccl
+        found: dict[str, str | int | bool | None] = {
+            "world": self.world,
+            "nodes": ranks.nodes if ranks else None,
+            "link": self.link_name,
+            "threads": THREADS,
+            "cores": os.cpu_count(),
+            "backend": "nccl" if ranks else "gloo",
+        }
+        if ranks is not None:
+            pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
+            found |= {"cards": ranks.gpus, "nccl": nccl_version(), "mps": pipe.exists() if ranks.shared else None}
+        return found
+
+
+def setups(worlds: Sequence[int], link: ShapedLink | None, hosts: Sequence[int] | None) -> list[RankSetup]:
+    """One for each world; with `hosts`, on NCCL as so many hosts. An error where they could not start here."""
+    if link is not None:
+        links.check()
+    if hosts is None:
+        return [RankSetup(world=world, link=link) for world in worlds]
+    return [RankSetup(world=one.world, on_nccl=one) for one in nccl_ranks(worlds, hosts)]
 
 
 class World:
@@ -130,9 +158,9 @@ class World:
         return self.answers()
 
     def send(self, call: bytes) -> None:
-        """Send a pickled call to every rank, or nothing: that tells it to end."""
+        """Send a pickled call to every rank; an empty one ends it."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # the silence of a rank that died tells of it
+            with contextlib.suppress(OSError):  # answers() notices a rank that died
                 pipe.send_bytes(call)
 
     def answers(self) -> list[Any]:
@@ -156,24 +184,21 @@ class World:
 
 
 @contextlib.contextmanager
-def ranks(
-    size: int, link: ShapedLink | None = None, nodes: int | None = None, on_nccl: NcclRanks | None = None
-) -> Iterator[World]:
+def ranks(size: int, link: ShapedLink | None = None, on_nccl: NcclRanks | None = None) -> Iterator[World]:
     """Start `size` ranks of THREADS torch threads each, end them with the block.
 
-    With a link, `nodes` hosts have equally many ranks each, in order; without one, ranks use loopback. With `on_nccl`
-    they run NCCL instead of gloo.
+    With a link each has a host of its own; without one, ranks use loopback. With `on_nccl` they run NCCL, not gloo.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(links.sigterm_as_ctrl_c())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
-        hosts = stack.enter_context(links.hosts(nodes or size, link)) if link else []
+        hosts = stack.enter_context(links.hosts(size, link)) if link else []
         pipes: list[Connection] = []
         resource_tracker.ensure_running()  # the first start would do that, and unblock signals by it
         # A terminal sends Ctrl-C to all; this process alone decides what it means.
         with links.blocked(signal.SIGINT):
             for rank in range(size):
-                host = hosts[rank * len(hosts) // size] if hosts else None
+                host = hosts[rank] if hosts else None
                 near, far = multiprocessing.Pipe()
                 pipes.append(near)
                 arguments = (far, rank, size, host, folder, on_nccl)
@@ -201,7 +226,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, on_nccl: NcclRanks | None) -> None:
-    """Join the group, say so, answer calls until told to end."""
+    """Join the group, say so, answer calls until an empty one."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -113,10 +113,10 @@ def sent() -> int:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """By default SIGTERM ends a process before it can clean up, and SIGHUP, which a terminal sends that is closed.
+    """Turn SIGTERM and SIGHUP (a closed terminal) into KeyboardInterrupt, so that the process can clean up.
 
-    Only the first one counts: `timeout` sends it to the process and then to its group, while what was measured is being
-    written. What is ignored stays so: `nohup` does that.
+    Only the first signal counts: `timeout` sends one to the process and another to its group, while the record is being
+    written. A signal that is ignored, as under `nohup`, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -169,7 +169,7 @@ def _run(*command: str, check: bool = True) -> str:
 
 @contextlib.contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
-    """These signals wait until the block ends; in processes that are started in it, for ever."""
+    """Block these signals until the block ends; processes started inside it keep them blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -69,23 +69,18 @@ def job(device: torch.device, timeout: timedelta | None = None) -> Iterator[None
             dist.destroy_process_group()
 
 
-def exchange_s(
-    size: int, device: torch.device, *, group: dist.ProcessGroup | None = None, shift: int = 1, rounds: int = ROUNDS
-) -> list[float]:
+def exchange_s(size: int, device: torch.device, *, shift: int = 1, rounds: int = ROUNDS) -> list[float]:
     """Seconds until `size` bytes from the rank `shift` places before this one are here; all ranks send at once."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    peers = dist.get_process_group_ranks(group)
-    rank, world = group.rank(), group.size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     taken = []
     for _ in range(rounds + 1):  # the first connects
-        dist.barrier(group)
+        dist.barrier()
         _synchronize(device)
         start = time.perf_counter()
-        receive = dist.P2POp(dist.irecv, received, peers[(rank - shift) % world], group)
-        send = dist.P2POp(dist.isend, sent, peers[(rank + shift) % world], group)
+        receive = dist.P2POp(dist.irecv, received, (rank - shift) % world)
+        send = dist.P2POp(dist.isend, sent, (rank + shift) % world)
         first, *others = dist.batch_isend_irecv([receive, send])
         first.wait()
         _synchronize(device)

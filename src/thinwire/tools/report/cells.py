@@ -52,14 +52,6 @@ def grid(title: str, rows: Sequence[Row], columns: Sequence[Column], labels: int
     return TextGrid(title, [column.header for column in kept], [[c.cell(row) for c in kept] for row in rows], labels)
 
 
-def pivot(title: str, rows: Sequence[Row], label: str, across: str, value: Column) -> TextGrid:
-    """A line per value of column `label`, a column per value of column `across`."""
-    at = {(text(row[label]), text(row[across])): value.cell(row) for row in rows}
-    heads = distinct(rows, across)
-    lines = [[name, *(at.get((name, head), ABSENT) for head in heads)] for name in distinct(rows, label)]
-    return TextGrid(title, [label, *heads], lines)
-
-
 def distinct(rows: Sequence[Row], column: str) -> list[str]:
     """The texts of a column, each once, in order."""
     return list(dict.fromkeys(text(row.get(column)) for row in rows))
@@ -68,14 +60,6 @@ def distinct(rows: Sequence[Row], column: str) -> list[str]:
 def listed(rows: Sequence[Row], *columns: str) -> list[str]:
     """What the rows have in each column, in one text: "2, 4"."""
     return [", ".join(distinct(rows, column)) for column in columns]
-
-
-def alike(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
-    """The rows in groups that have the same texts in these columns, in order."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(text(row.get(name)) for name in columns), []).append(row)
-    return list(found.values())
 
 
 def text(value: Value) -> str:

@@ -32,9 +32,8 @@ def show_grid(laid: TextGrid, console: Console) -> None:
     if not laid.rows:
         return
     whole = _rich(laid, ruled=console.is_terminal)
-    if not console.is_terminal or getattr(console, "shows_all", False):
-        # Every cell on its line; a terminal that is narrower breaks lines, not words.
-        options = console.options.update(max_width=_width(whole, console))
+    if not console.is_terminal:
+        options = console.options.update(max_width=_width(whole, console))  # every cell on its line
         console.print(Segments(console.render(whole, options)), soft_wrap=True, end="")
         return
     kept = len(laid.header)
@@ -43,7 +42,7 @@ def show_grid(laid: TextGrid, console: Console) -> None:
         whole = _rich(laid.first(kept), ruled=True)
     console.print(whole)
     if left := laid.header[kept:]:
-        console.print(f"Left out: {', '.join(left)}. --all shows them.", style="dim")
+        console.print(f"Left out: {', '.join(left)}. A wider terminal, or a pipe, shows them.", style="dim")
 
 
 def markdown(record: Record) -> str:

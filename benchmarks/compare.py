@@ -2,14 +2,24 @@
 
 A change is new over old, upwards is worse. With it goes the range that the rows' own spread leaves open; only a range
 that lies wholly on one side of 1 is called a change.
+
+python -m benchmarks.compare before.json after.json --fail-on-regression
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import typer
+
+from benchmarks.command import start
+from thinwire.errors import RecordError
+from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.cli import screen
+from thinwire.tools.report import tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, fixed, number, significant, text
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
@@ -88,6 +98,24 @@ class Comparison:
         parts += [f"{counted(self.only_old, 'row')} only in the old record"] if self.only_old else []
         parts += [f"{counted(self.only_new, 'row')} only in the new one"] if self.only_new else []
         return ", ".join(parts)
+
+
+def command(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A record.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="A later one of the same kind.")],
+    fail_on_regression: Annotated[
+        bool, typer.Option("--fail-on-regression", help="Exit with 1 where NEW is worse by more than noise.")
+    ] = False,
+) -> None:
+    """Compare two records of one kind, row by row. A row of OLD that NEW lacks counts as worse."""
+    with screen.usage_errors("OLD NEW", RecordError):
+        records = [record.read(path) for path in (old, new)]
+    if not comparable(records):
+        kinds = " and a ".join(found.kind for found in records)
+        raise typer.BadParameter(f"a {kinds} record share no row", param_hint="OLD NEW")
+    found = compare(*records)
+    tables.show_grid(grid(found), screen.console())
+    raise typer.Exit(int(fail_on_regression and found.is_worse))
 
 
 def comparable(records: Sequence[Record]) -> bool:
@@ -177,3 +205,7 @@ def _ratio(new: Row, above: str, old: Row, below: str) -> float | None:
 
 def _quotient(new: float, old: float) -> float:
     return 1.0 if new == old else new / old if old else math.inf
+
+
+if __name__ == "__main__":
+    start(command)

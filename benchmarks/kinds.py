@@ -1,0 +1,121 @@
+"""The tables of the records that studies write: import this module before `thinwire.tools.report.kinds.grids`."""
+
+from collections.abc import Sequence
+
+from thinwire.tools.bench.record import Row
+from thinwire.tools.report import kinds
+from thinwire.tools.report.cells import (
+    ABSENT,
+    Column,
+    TextGrid,
+    distinct,
+    fixed,
+    percent,
+    scientific,
+    significant,
+    text,
+)
+from thinwire.tools.report.kinds import MS, table, texts
+
+_SHARE = Column("share", "copy_share", percent)
+kinds.TABLES |= {
+    "kernels": (
+        "×copy: time over a copy's; share: of the copy's bandwidth; ×eager, ×compile: torch's time over the kernel's",
+        (
+            *(*texts("op", "codec", "backend", "dtype", "numel", "threads"), *MS),
+            *(Column("×copy", "times_copy", significant), _SHARE, Column("×eager", "times_eager", significant)),
+            Column("×compile", "times_compile", significant),
+            Column("without a graph ms", "launched_ms", significant),
+        ),
+        6,
+    ),
+    "qat": (
+        "Trained at W bits of weights and A bits of activations; means over seeds",
+        (
+            *(*texts("task", "method"), Column("W", "weight_bits", text), Column("A", "act_bits", text)),
+            *(*texts("seeds"), Column("train loss", "train_loss", scientific)),
+            Column("± (loss)", "train_loss_error", scientific),
+            Column("accuracy", "accuracy", percent),
+            Column("± (acc.)", "accuracy_error", percent),
+            *texts("diverged"),
+        ),
+        4,
+    ),
+    "speed": (
+        "Forward and backward. ×floor: time over that of reading and writing each tensor once; ×torch: torch's time "
+        "over this one's; bytes: extra at the peak, per element",
+        (
+            *(*texts("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads"), MS[0]),
+            Column("×floor", "times_floor", significant),
+            Column("torch's ×floor", "torch_times_floor", significant),
+            Column("×torch", "times_torch", significant),
+            Column("bytes", "peak_bytes_per_element", significant),
+            Column("torch's bytes", "torch_peak_bytes_per_element", significant),
+        ),
+        8,
+    ),
+    "soak": (
+        "Random calls and faults",
+        texts("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),
+        1,
+    ),
+}
+
+
+def pivot(title: str, rows: Sequence[Row], label: str, across: str, value: Column) -> TextGrid:
+    """A line per value of column `label`, a column per value of column `across`."""
+    at = {(text(row[label]), text(row[across])): value.cell(row) for row in rows}
+    heads = distinct(rows, across)
+    lines = [[name, *(at.get((name, head), ABSENT) for head in heads)] for name in distinct(rows, label)]
+    return TextGrid(title, [label, *heads], lines)
+
+
+def alike(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
+    """The rows in groups that have the same texts in these columns, in order."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(text(row.get(name)) for name in columns), []).append(row)
+    return list(found.values())
+
+
+def _qat_grids(rows: Sequence[Row]) -> list[TextGrid]:
+    trained, speed = ([row for row in rows if (row.get("op") is None) is is_trained] for is_trained in (True, False))
+    return [table(kind, found) for kind, found in (("qat", trained), ("speed", speed)) if found]
+
+
+def _codec_grids(rows: Sequence[Row]) -> list[TextGrid]:
+    scored = "gaussian" if "gaussian" in distinct(rows, "distribution") else distinct(rows, "distribution")[0]
+    title = f"NMSE by distribution. bits: all bytes of the wire; dB: above the Gaussian bound at those bits ({scored})"
+    laid = pivot(title, rows, "codec", "distribution", Column("nmse", "nmse", scientific))
+    at = {text(row["codec"]): row for row in rows if text(row["distribution"]) == scored}
+    lines = [
+        [
+            line[0],
+            fixed(2)(at.get(line[0], {}).get("wire_bits")),
+            *line[1:],
+            fixed(2)(at.get(line[0], {}).get("db_above_rd")),
+        ]
+        for line in laid.rows
+    ]
+    return [TextGrid(title, ["codec", "bits", *laid.header[1:], "dB"], lines)]
+
+
+def _kernels_grids(rows: Sequence[Row]) -> list[TextGrid]:
+    """Every row of a short record; of a long one, for each part and size, the shares by codec and op."""
+    if len(rows) <= 40:
+        return [table("kernels", rows)]
+    found = []
+    for group in alike(rows, "part", "backend", "device", "dtype", "numel", "threads"):
+        backend, device, dtype, numel, part = (
+            text(group[0].get(name)) for name in ("backend", "device", "dtype", "numel", "part")
+        )
+        where = f"Part {part}: backend {backend} on {device}, {numel} elements of {dtype}"
+        if part in ("codecs", "sizes"):
+            title = f"{where}: speed as a share of copy_ of the same bytes"
+            found.append(pivot(title, group, "codec", "op", _SHARE))
+        else:
+            found.append(table("kernels", group, where))
+    return found
+
+
+kinds.GRIDS |= {"codec": _codec_grids, "kernels": _kernels_grids, "qat": _qat_grids}
