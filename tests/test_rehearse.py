@@ -2,18 +2,22 @@
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import thinwire
 from ranks import RankPool
 from replicas import Group
 from thinwire import CodecError, CollectiveError, NonfiniteError
 from thinwire.rehearsal import buckets_of
+from thinwire.tools.bench import record
+from thinwire.tools.cli.app import app
 
 STEPS = 4
 
@@ -211,3 +215,44 @@ def test_buckets_by_size() -> None:
     parameters = [nn.Parameter(torch.empty(n, device="meta")) for n in sizes]
     assert [[p.numel() for p in bucket] for bucket in buckets_of(parameters)] == [sizes[:2], sizes[2:4], sizes[4:]]
     assert [len(bucket) for bucket in buckets_of(parameters, first=True)] == [5]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "rehearse.py"
+
+
+def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
+    page, written = tmp_path / "page.md", tmp_path / "record.json"
+    flags = ["--codecs", "int8,int2", "--world", "4", "--seeds", "2", "--page", str(page), "--json", str(written)]
+    result = CliRunner().invoke(app, ["rehearse", str(EXAMPLE), *flags, "--", "60"])
+    assert result.exit_code == 0, result.output
+    rows: dict[Any, Any] = {row["arm"]: row for row in record.read(str(written)).rows}
+    assert list(rows) == ["none", "null", "int8", "int2"]
+    assert rows["none"]["gap_nats"] == 0
+    assert abs(rows["null"]["gap_nats"]) < 1e-4  # chance alone; the script draws the same numbers
+    assert abs(rows["int8"]["gap_nats"]) < 0.2 * rows["int2"]["gap_nats"]
+    assert 8 < rows["int8"]["bits"] < 9
+    assert rows["int2"]["more_tokens"] > rows["int8"]["more_tokens"]
+    assert rows["int2"]["verdict"] in page.read_text()
+    assert "int8: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("import thinwire", "reported no loss"), ("raise SystemExit('out of coffee')", "out of coffee")],
+)
+def test_scripts_that_fail(text: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    result = CliRunner().invoke(app, ["rehearse", str(script), "--seeds", "1"])
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+def test_bad_flags(tmp_path: Path) -> None:
+    assert "not a file" in CliRunner().invoke(app, ["rehearse", "no_such.py"]).stderr
+    (tmp_path / "x.py").touch()
+    for flags, said in ((["--codecs", "auto"], "name codecs"), (["--codecs", "int9"], "int9")):
+        result = CliRunner().invoke(app, ["rehearse", str(tmp_path / "x.py"), *flags])
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
