@@ -30,7 +30,7 @@ class Noted:
     """A kernel to compile."""
 
     name: str
-    compile: Callable[[], None]
+    compile: Callable[[], Any]
 
 
 noted: ContextVar[dict[Hashable, Noted] | None] = ContextVar("noted", default=None)  # None where launches launch
@@ -72,7 +72,7 @@ def compiling(follow: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Iterat
 @dataclass(frozen=True)
 class _Wait:
     name: str
-    done: Future[None]
+    done: Future[Any]
 
     def __str__(self) -> str:
         return self.name

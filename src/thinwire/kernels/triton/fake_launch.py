@@ -76,13 +76,9 @@ def _prepare(
     steps = 1 if by_row and way == "forward" else min(max(down * across // _PROGRAMS, 1), along)
     strips = -(-along // steps)
     known = {
-        "rows": rows,
+        "shape": fake.Shape(rows, channels, inner, steps),
         "columns": columns,
-        "channels": channels,
-        "inner": inner,
-        "steps": steps,
-        "quant_min": float(grid.quant_min),
-        "quant_max": float(grid.quant_max),
+        "integers": fake.Range(float(grid.quant_min), float(grid.quant_max)),
     }
     tiles = {"ROWS": high, "COLUMNS": wide, "BY_ROW": by_row, "FAR": high * columns >= 1 << 31}
     choices = {**tiles, "OFFSET": grid.offset, "PAPER": grid.paper, **constants}

@@ -6,7 +6,7 @@ A program takes GROUPS times COLUMNS groups of four numbers; the last one also t
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.frame import CHANGING, check_headers, wide, write_frame
+from thinwire.kernels.triton.frame import check_headers, wide, write_frame
 from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
 from thinwire.kernels.triton.tiles import added, load_bytes, store_bytes, times
@@ -15,112 +15,93 @@ COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=CHANGING)
-def encode_raw(
-    x, wire, head0, head1, head2, numel_low, numel_high, nbytes_raw, plane0, codes_end, nbytes, WHOLE: tl.constexpr
-):
-    """wire = the bytes of x."""
-    program = tl.program_id(0)
-    if program == 0:
-        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
-    SIZE: tl.constexpr = 16 if WHOLE else 1
-    source = x.to(tl.pointer_type(tl.uint8))
-    column = tl.arange(0, COLUMNS)
-    start = program.to(tl.int64) * (COLUMNS * GROUPS * SIZE)
-    for group in tl.static_range(GROUPS):
-        at = start + (group * COLUMNS + column) * SIZE
-        inside = at + SIZE <= nbytes_raw
-        store_words(wire + plane0 + at, load_words(source + at, inside, SIZE), inside, SIZE)
-    if WHOLE and program == tl.num_programs(0) - 1:
-        rest = wide(nbytes_raw) - nbytes_raw % 16 + column
-        store_words(wire + plane0 + rest, load_words(source + rest, rest < nbytes_raw, 1), rest < nbytes_raw, 1)
-
-
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def encode_plain(
-    x, residual, wire,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, codes_end, nbytes,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, residual, wire, frame,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """wire = x + residual in the format SHORT (float32, bfloat16, float16)."""
+    """wire = x + residual in the format SHORT (float32, bfloat16, float16); if RAW, the bytes of x."""
     program = tl.program_id(0)
     if program == 0:
-        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
+        write_frame(wire, frame, (0, 0))
+    plane = wire + frame.plane0
     for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
+        at, inside = place(program, group, frame.numel)
+        encode_group(x, residual, plane, at, inside, SHORT, 4, GROUPED, RESIDUAL, RAW)
     if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        _encode_group(x, residual, wire + plane0, rest, some, SHORT, 1, GROUPED, RESIDUAL)
+        rest, some = left_over(frame.numel)
+        encode_group(x, residual, plane, rest, some, SHORT, 1, GROUPED, RESIDUAL, RAW)
 
 
 @triton.jit
-def _encode_group(
+def encode_group(
     x, residual, plane, at, inside,
-    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    total = load_floats(x, at, inside, COUNT, GROUPED)
-    if RESIDUAL:
-        carried = load_floats(residual, at, inside, COUNT, GROUPED)
-        total = added(total, carried)
-    put(plane, total, at, inside, SHORT, COUNT, GROUPED)
-    if RESIDUAL:
-        left = ()
-        for i in tl.static_range(COUNT):
-            value = total[i].to(SHORT).to(tl.float32)
-            left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
-        store_floats(residual, left, at, inside, COUNT, GROUPED)
+    """COUNT neighbors from each of `at` on, where they are inside."""
+    if RAW:
+        SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+        source = x.to(tl.pointer_type(tl.uint8))
+        if GROUPED and COUNT > 1:
+            words = load_words(source + at * SIZE, inside, COUNT * SIZE)
+            store_words(plane + at * SIZE, words, inside, COUNT * SIZE)
+        else:
+            for i in tl.static_range(COUNT * SIZE):
+                store_words(plane + at * SIZE + i, load_words(source + at * SIZE + i, inside, 1), inside, 1)
+    else:
+        total = load_floats(x, at, inside, COUNT, GROUPED)
+        if RESIDUAL:
+            carried = load_floats(residual, at, inside, COUNT, GROUPED)
+            total = added(total, carried)
+        put(plane, total, at, inside, SHORT, COUNT, GROUPED)
+        if RESIDUAL:
+            left = ()
+            for i in tl.static_range(COUNT):
+                value = total[i].to(SHORT).to(tl.float32)
+                left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
+            store_floats(residual, left, at, inside, COUNT, GROUPED)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def decode_plain(
-    wire, out, stride, world,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, scale,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
+    wire, out, stack, scale, frame, SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr
 ):  # fmt: skip
-    """out = scale * sum over ranks, in rank order in fp32."""
+    """out = scale * sum over ranks, in rank order in fp32. CHECK: where headers do not fit the sum is NaN."""
     program = tl.program_id(0)
-    stride = wide(stride)
     if CHECK:
-        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
-        _low, _high, fine = check_headers(wire, stride, world, header, False)
+        _key, fine = check_headers(wire, stack, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
+    plane = wire + frame.plane0
     for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
-        store_floats(out, total, at, inside, 4, GROUPED)
+        at, inside = place(program, group, frame.numel)
+        total, _worst = sum_wires(plane, stack, -1, at, inside, SHORT, 4, GROUPED)
+        store_floats(out, times(total, scale), at, inside, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
-        store_floats(out, last, rest, some, 1, False)
+        rest, some = left_over(frame.numel)
+        last, _worst = sum_wires(plane, stack, -1, rest, some, SHORT, 1, GROUPED)
+        store_floats(out, times(last, scale), rest, some, 1, False)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def recode_plain(
-    wire, out, stride, world,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, codes_end, nbytes, scale,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
+    wire, out, stack, scale, frame, SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr
 ):  # fmt: skip
-    """out = scale * sum over ranks, in the format of the wires."""
-    stride = wide(stride)
-    header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
+    """out = scale * sum over ranks, in the format of the wires. CHECK: as in decode_plain."""
     program = tl.program_id(0)
     if CHECK:
-        _low, _high, fine = check_headers(wire, stride, world, header, False)
+        _key, fine = check_headers(wire, stack, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
     if program == 0:
-        write_frame(out, header, (codes_end, nbytes))
+        write_frame(out, frame, (0, 0))
+    plane = wire + frame.plane0
     for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
-        put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
+        at, inside = place(program, group, frame.numel)
+        total, _worst = sum_wires(plane, stack, -1, at, inside, SHORT, 4, GROUPED)
+        put(out + frame.plane0, times(total, scale), at, inside, SHORT, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
-        put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
+        rest, some = left_over(frame.numel)
+        last, _worst = sum_wires(plane, stack, -1, rest, some, SHORT, 1, GROUPED)
+        put(out + frame.plane0, times(last, scale), rest, some, SHORT, 1, GROUPED)
 
 
 @triton.jit
@@ -138,14 +119,30 @@ def left_over(numel):
 
 
 @triton.jit
-def _sum(
-    plane, stride, world, scale, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
+def sum_wires(
+    plane, stack, own, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
 ):  # fmt: skip
-    """The first number, and the others added to it (-0 stays -0), times `scale`."""
-    total = get(plane, at, inside, SHORT, COUNT, GROUPED)
-    for w in range(1, world):
-        total = added(total, get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED))
-    return times(total, scale)
+    """(sum, worst): the first number, and the others added to it (-0 stays -0); the largest bits of all.
+
+    own: as in sums.Wires.
+    """
+    stride = wide(stack.stride)
+    first = tl.where(own == 0, stack.world, 0)
+    total = get(plane + first * stride, at, inside, SHORT, COUNT, GROUPED)
+    worst = _largest(total, COUNT)
+    for w in range(1, stack.world):
+        more = get(plane + tl.where(w == own, stack.world, w) * stride, at, inside, SHORT, COUNT, GROUPED)
+        total = added(total, more)
+        worst = tl.maximum(worst, _largest(more, COUNT))
+    return total, worst
+
+
+@triton.jit
+def _largest(floats, COUNT: tl.constexpr):
+    worst = size_bits(floats[0])
+    for i in tl.static_range(1, COUNT):
+        worst = tl.maximum(worst, size_bits(floats[i]))
+    return worst
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
-from thinwire.kernels.triton.frame import sections
+from thinwire.kernels.triton.frame import offsets_of, sections, wide
 from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
@@ -44,8 +44,15 @@ class Wires(NamedTuple):
 
 
 @triton.jit
+def wires_of(stack, frame, levels, own):
+    """All wires of a stack, with the sections' offsets in place of pointers."""
+    offsets = offsets_of(frame)
+    return Wires(offsets.scales, offsets.minima, offsets.planes, wide(stack.stride), stack.world, levels, own)
+
+
+@triton.jit
 def wires_from(wire, offsets, first, T: tl.constexpr):
-    """Where block `first` of all wires is; `offsets` has the sections' offsets in place of pointers."""
+    """Where block `first` of all wires is. offsets: by `wires_of`."""
     scales, minima, planes = sections(wire, offsets, first, T)
     return Wires(scales, minima, planes, offsets.stride, offsets.world, offsets.levels, offsets.own)
 

@@ -162,12 +162,12 @@ class Tile:
         """The same for a short last block."""
         if self.pieces:
             return self
-        columns = _power_of_two(self.block // _ragged_lanes(self.kind))
+        columns = _power_of_two(self.block // ragged_lanes(self.kind))
         return self.loosened(columns if self.gaussian else min(columns, MOST_RAGGED))
 
     def loosened(self, columns: int) -> "Tile":
         """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
-        lanes = _ragged_lanes(self.kind)
+        lanes = ragged_lanes(self.kind)
         words = (False,) * len(self.words)
         plain = replace(self, words=words, whole=False, grouped=False, even=False)
         return replace(plain, lanes=lanes, vector=1, columns=columns, rows=1, loose=True)
@@ -205,7 +205,7 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     return found.loosened(LONG_COLUMNS) if lanes * vector * columns > MOST_CODES else found
 
 
-def _ragged_lanes(kind: int) -> int:
+def ragged_lanes(kind: int) -> int:
     """Lanes of blocks of any length: their codes are a multiple of 8, but those of casts."""
     return 1 if kind == Kind.CAST else 8
 
