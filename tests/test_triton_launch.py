@@ -4,7 +4,6 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,53 +129,53 @@ def test_integers_of_a_call_are_none_that_triton_specialises() -> None:
 # --- ahead ------------------------------------------------------------------------------------------------------------
 
 
+NOWHERE = {"x": X.to("meta"), "wire": WIRE.to("meta")}
+
+
 def test_kernels_are_compiled_ahead_each_once_several_at_a_time() -> None:
     kernel = Kernel()
     kernel.meet = threading.Barrier(2)  # breaks if one is compiled after the other
-    followed: list[str] = []
-
-    def follow(cases: Sequence[Any]) -> Iterable[Any]:
-        followed.extend(map(str, cases))
-        return cases
-
-    with compiling.compiling(follow):
-        start(kernel)
-        start(kernel, numel=33)
-        start(kernel, size=8)
-        assert not kernel.warmups
+    start(kernel, **NOWHERE)
+    start(kernel, numel=33, **NOWHERE)
+    start(kernel, size=8, **NOWHERE)
+    compiling.compiled()
     assert sorted(made["SIZE"] for made in kernel.warmups) == [4, 8]
     assert kernel.warmups[0].items() >= {"grid": (7, 1, 1), "num_warps": 2, "enable_fp_fusion": False}.items()
-    assert followed == ["some_kernel"] * 2
     assert not started(kernel)
     start(kernel)
+    assert len(kernel.warmups) == 2
     assert len(started(kernel)) == 1
 
 
-def test_what_was_compiled_is_not_compiled_ahead_and_not_launched() -> None:
+def test_one_tensor_without_memory_is_enough() -> None:
     kernel = Kernel()
     start(kernel)
-    with compiling.compiling():
-        start(kernel)
+    start(kernel, wire=NOWHERE["wire"])
+    compiling.compiled()
     assert len(kernel.warmups) == 1
     assert len(started(kernel)) == 1
 
 
-def test_a_compiler_that_fails_says_so_and_launches_go_on() -> None:
+def test_a_launch_waits_for_the_compiler_that_was_begun() -> None:
+    kernel = Kernel()
+    kernel.meet = threading.Barrier(2)
+    start(kernel, **NOWHERE)
+    waiting = threading.Thread(target=start, args=[kernel])
+    waiting.start()
+    assert not started(kernel)
+    kernel.meet.wait(10)
+    waiting.join()
+    assert len(kernel.warmups) == len(started(kernel)) == 1
+
+
+def test_a_compiler_that_fails_says_so_and_the_next_launch_tries_again() -> None:
     kernel = Kernel()
     kernel.meet.abort()
-    with pytest.raises(threading.BrokenBarrierError), compiling.compiling():
-        start(kernel)
+    start(kernel, **NOWHERE)
+    with pytest.raises(threading.BrokenBarrierError):
+        compiling.compiled()
     kernel.meet.reset()
     start(kernel)
-    assert len(started(kernel)) == 1
-
-
-def test_other_threads_launch_meanwhile() -> None:
-    kernel = Kernel()
-    with compiling.compiling():
-        other = threading.Thread(target=start, args=[kernel])
-        other.start()
-        other.join()
     assert len(started(kernel)) == 1
 
 
@@ -186,19 +185,19 @@ def test_a_long_compilation_is_announced_once_a_machine(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(compiling, "PATIENCE_S", 0.02 if seconds else 60.0)
-    monkeypatch.setattr(compiling, "_told", threading.Event())
+    monkeypatch.setattr(compiling, "_announced", threading.Event())
     monkeypatch.setenv("LOCAL_RANK", rank)
     with caplog.at_level(logging.INFO, logger="thinwire"):
         for _ in range(2):
-            with compiling.telling("compiling things"):
+            with compiling.announcing("compiling things"):
                 time.sleep(seconds)
     assert ["compiling things" in text for text in caplog.messages] == [True] * said
 
 
-def test_one_rank_of_a_machine_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_rank_of_a_machine_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with compiling._alone(), lock_in(tmp_path).open() as another, pytest.raises(BlockingIOError):
+    with compiling._alone("one"), lock_in(tmp_path).open() as another, pytest.raises(BlockingIOError):
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock_in(tmp_path).open() as another:
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)

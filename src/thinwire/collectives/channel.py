@@ -125,7 +125,7 @@ class Channel:
         follow each other on one stream, as those need that add up what feedback and statistics share.
         """
         assert self.workspaces is not None
-        if first and self.stream is not None:
+        if first:
             self.compile(lambda space: program.run(space, tensors, step))
         space = self.workspaces.next(ordered) if async_op else None
         lost = None
@@ -153,11 +153,11 @@ class Channel:
         return Work(list(outputs)).finished() if async_op else None
 
     def compile(self, run: Callable[[Workspace], None]) -> None:
-        """Compile the kernels of a program, all at once, before it first runs; in scratch that is not kept."""
-        space = Workspace(self.device, silent=True)
-        with kernels.compiling():
-            run(space)
+        """Compile the kernels of a program, all at once, before it first runs: on scratch without memory."""
+        space = Workspace(torch.device("meta"))
+        run(space)
         space.release()
+        kernels.compiled()
 
     def settle(self, text: str) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""

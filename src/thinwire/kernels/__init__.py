@@ -2,6 +2,6 @@
 
 from thinwire.kernels.dispatch import BACKENDS, select, use_backend
 from thinwire.kernels.schema import Backend, Encoding, Grid
-from thinwire.kernels.triton.compiling import compiling, is_ahead
+from thinwire.kernels.triton.compiling import compiled
 
-__all__ = ["BACKENDS", "Backend", "Encoding", "Grid", "compiling", "is_ahead", "select", "use_backend"]
+__all__ = ["BACKENDS", "Backend", "Encoding", "Grid", "compiled", "select", "use_backend"]

@@ -103,12 +103,12 @@ def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps
     """See schema.Backend."""
     kept = x if memory is None else memory
     start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device, x.dtype, kept.dtype)
-    start((x, index, out, kept, index if gaps is None else gaps))
+    start((out, x, index, kept, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    _putting_back(index.numel(), x.device, x.dtype)((x, index, values))
+    _putting_back(index.numel(), x.device, x.dtype)((values, x, index))
 
 
 @lru_cache(maxsize=1024)
@@ -116,13 +116,13 @@ def _setting_aside(count: int, blanks: int, device: torch.device, *dtypes: torch
     """By dtypes too: a launch that was started before knows its kernel by them."""
     grid = -(-count // aside.MOVED.value)
     made = Prepared(aside.set_aside_kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
-    return Repeated(lambda _: made, ("x", "index", "out", "memory", "gaps"))
+    return Repeated(lambda _: made, ("out", "x", "index", "memory", "gaps"))
 
 
 @lru_cache(maxsize=1024)
 def _putting_back(count: int, device: torch.device, dtype: torch.dtype) -> Repeated:
     made = Prepared(aside.put_back_kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
-    return Repeated(lambda _: made, ("x", "index", "values"))
+    return Repeated(lambda _: made, ("values", "x", "index"))
 
 
 def unrolled(world: int, format: Format) -> int:

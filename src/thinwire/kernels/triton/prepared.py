@@ -12,17 +12,18 @@ so it is compiled for others in their place, as long and not special, and launch
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.triton import INTERPRETED
-from thinwire.kernels.triton.compiling import Noted, noted, telling
+from thinwire.kernels.triton import INTERPRETED, compiling
 
 _FLOATS = ("x", "out", "left", "memory", "mean")  # arguments of which four neighbors may be read at once
-_found: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}  # compiled kernels, by the arguments known beforehand
+# Kernels, compiled or being compiled: by the arguments known beforehand, then by those of a call.
+_found: dict[tuple[Any, ...], dict[tuple[Any, ...], Future[Any]]] = {}
 
 
 class Prepared:
@@ -52,45 +53,53 @@ class Prepared:
         self.places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
         alike = getattr(kernel, "do_not_specialize", ())  # the interpreter has none
         kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
+        self._name = f"{kernel.__name__} {warps} {registers} {kinds}"
         self._found = _found.setdefault((kernel, device, warps, registers, kinds), {})
 
-    def __call__(self, **given: Any) -> None:
-        """Start the kernel with the arguments that were not known."""
-        self.launch(**given)
+    def __call__(self, **given: Any) -> Any:
+        """Start the kernel with the arguments that were not known, and return what was compiled.
 
-    def launch(self, **given: Any) -> Any:
-        """The same; returns the compiled kernel, if there is one and it was started."""
+        On tensors without memory compile it, without waiting. [Note: Compiled ahead] They give None, and so does the
+        interpreter.
+        """
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.launch(**given)
+                return self(**given)
         args = self.args.copy()
+        ahead = False
         for name, value in given.items():
             args[self.places[name]] = value
+            ahead = ahead or (isinstance(value, Tensor) and value.is_meta)
         if INTERPRETED:
-            self._kernel[self.grid](*args)
+            if not ahead:
+                self._kernel[self.grid](*args)
             return None
         key = tuple([_kind(value, True) for value in given.values()])
-        found = self._found.get(key)
-        ahead = noted.get()
-        if ahead is not None:  # [Note: Compiled ahead]
-            if found is None:
-                ahead[id(self._found), key] = Noted(self._kernel.__name__, lambda: self._compile(key, args))
+        found = self._found.get(key) or self._begin(key, args, given)
+        if ahead:
             return None
-        if found is None:
-            assert given.keys() == self.places.keys(), f"expected {[*self.places]}, got {[*given]}"
-            alike = self._kernel.do_not_specialize
-            assert all(name in alike for name, value in given.items() if isinstance(value, int))
-            with telling("compiling GPU kernels as codecs are first used"):
-                found = self._compile(key, args)
-        found[self.grid](*args)
+        if not found.done():
+            with compiling.announcing("compiling GPU kernels as codecs are first used"):
+                found.exception()
+        kernel = found.result()
+        kernel[self.grid](*args)
+        return kernel
+
+    def _begin(self, key: tuple[Any, ...], args: list[Any], given: dict[str, Any]) -> Future[Any]:
+        assert given.keys() == self.places.keys(), f"expected {[*self.places]}, got {[*given]}"
+        alike = self._kernel.do_not_specialize
+        assert all(name in alike for name, value in given.items() if isinstance(value, int))
+        found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args))
+        found.add_done_callback(
+            lambda done: done.exception() and self._found.pop(key, None)
+        )  # the next one tries again
         return found
 
-    def _compile(self, key: tuple[Any, ...], args: list[Any]) -> Any:
-        """The kernel, compiled and loaded, and kept by its key. In any thread."""
+    def _compile(self, args: list[Any]) -> Any:
+        """The kernel, compiled and loaded. In any thread."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             made = self._kernel.warmup(*map(_typical, args), grid=self.grid, **self._options)
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
-        self._found[key] = made
         return made
 
 
@@ -107,7 +116,7 @@ class Repeated:
 
     Which compiled kernel serves them depends on where the tensors begin within 16 bytes alone, so it is kept by that.
     The first time `make` is asked for a kernel, for tensors of which four neighbors can be read at once or not. The
-    order of the arguments is that of the names.
+    order of the arguments is that of the names. Where the first tensor has no memory, the kernel is only compiled.
     """
 
     def __init__(
@@ -128,7 +137,7 @@ class Repeated:
         values = [tensor.data_ptr() for tensor in tensors]
         where = tuple([address & 15 for address in values])
         start = self._starts.get(where)
-        if start is None or start.device != _device() or noted.get() is not None:
+        if start is None or start.device != _device() or tensors[0].is_meta:
             self._by_name(tensors, numbers, where)
             return
         values += numbers
@@ -141,8 +150,8 @@ class Repeated:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
         floats = [given[name] for name in _FLOATS if name in given and given[name].dtype != torch.uint8]
         prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
-        found = prepared.launch(**given)
-        if found is not None:  # it was started, and compiled: not under the interpreter
+        found = prepared(**given)
+        if found is not None:
             self._places = [prepared.places[name] for name in self._names]
             # Addresses in place of tensors: Triton would ask the driver about every pointer at every launch.
             args = [value.data_ptr() if isinstance(value, Tensor) else value for value in prepared.args]

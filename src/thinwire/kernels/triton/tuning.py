@@ -20,7 +20,7 @@ import triton
 
 from thinwire.kernels.schema import Encoding
 from thinwire.kernels.triton import launch
-from thinwire.kernels.triton.compiling import noted, tell
+from thinwire.kernels.triton.compiling import say
 from thinwire.kernels.triton.launch import MOST_UNROLLED, Config
 from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.wire import Format, Kind
@@ -99,19 +99,19 @@ def _first_choice(key: _Key, op: str, device: torch.device, numel: int, world: i
     table = STARVED if starved(device) else options[0]
     found = next((config for config in options if known == [config.lanes, config.warps]), None)
     if found is None and os.environ.get("THINWIRE_TUNE") == "1":
-        if numel < LARGE or _busy(device):
+        if numel < LARGE or _captured(device):
             return table  # and perhaps better the next time
-        tell(f"measuring configurations of {name}, some seconds; kept for later runs in {_file(device)}")
+        say(f"measuring configurations of {name}, some seconds; kept for later runs in {_file(device)}")
         found = _measured(op, how, dtype, device, world)
         if found is not None:
             _write(device, {name: [found.lanes, found.warps]})
     return _chosen.setdefault(key, found or table)
 
 
-def _busy(device: torch.device) -> bool:
-    """Whether launches are captured in a graph, or only compiled."""
+def _captured(device: torch.device) -> bool:
+    """Whether launches are captured in a graph."""
     with torch.cuda.device(device):
-        return noted.get() is not None or torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 
 from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu, select, use_backend
-from thinwire.kernels.triton.compiling import compiling
 from thinwire.tools.bench.record import Progress
 from thinwire.tools.cli import selftest
 from thinwire.tools.local import link as links
@@ -36,7 +35,7 @@ class Finding:
 def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
     """The findings, as they come.
 
-    follow: is handed the GPU kernels that are compiled for a self-test. full: compare all of them, for minutes.
+    follow: is handed what a self-test of GPU kernels compares. full: compare all of them, for minutes.
     """
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
@@ -105,10 +104,7 @@ def _same_bytes(
     name = f"{name} self-test"
     try:
         with use_backend("auto"):
-            if device.type == "cuda":
-                with compiling(follow):
-                    selftest.differences(backend, device, few)
-            compared, wrong = selftest.differences(backend, device, few)
+            compared, wrong = selftest.differences(backend, device, few, follow)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
