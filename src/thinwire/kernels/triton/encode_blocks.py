@@ -23,7 +23,9 @@ from thinwire.kernels.triton.tiles import (
     RESIDUAL,
     added,
     anywhere,
+    fused,
     load,
+    minus,
     piece,
     position,
     store,
@@ -142,10 +144,7 @@ def _input(source, last, at, T: tl.constexpr, MODE: tl.constexpr):
 def carried(tile, memory, factor, MODE: tl.constexpr):
     """A tile and what is remembered of earlier ones, together."""
     if MODE == CHANGE:
-        done = ()
-        for i in tl.static_range(len(tile)):
-            done = done + (tl.fma(memory[i], factor, tile[i]),)
-        return done
+        return fused(memory, factor, tile)
     elif MODE == OWED:
         return added(tile, times(memory, factor))
     else:
@@ -211,9 +210,7 @@ def _store_left(source, tile, read, at, T: tl.constexpr, MODE: tl.constexpr):
     if MODE == CHANGE:
         store(target, read, at, T)
     else:
-        left = ()
-        for i in tl.static_range(T.size):
-            left = left + (tile[i] - read[i],)
+        left = minus(tile, read)
         if MODE == RESIDUAL:
             left = _mended(left, read, target, at, T)
         store(target, left, at, T)

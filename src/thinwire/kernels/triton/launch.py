@@ -19,6 +19,7 @@ from thinwire.kernels.triton.encode_blocks import encode_kernel
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
+from thinwire.kernels.triton.row_blocks import Matrix, Part
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
 from thinwire.wire import Format, Kind, Layout
 
@@ -67,8 +68,9 @@ def decode_sum(
     check = rotation is None
     if not format.block:
         grouped = _grouped(out) and at == (0, 0)
-        launch = plain_wires("decode_plain", layout, out.device, GROUPED=grouped, CHECK=check)
-        launch(wire=wires_WN, stack=stack, out=out, scale=float(scale))
+        launch = plain_wire("decode_plain", layout, out.device, GROUPED=grouped, COUNT=False, CHECK=check)
+        rows = Matrix(0, *stack, short=0, skip=-1)
+        launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
     constants = {"WORLD": unrolled(stack.world, format), "CHECK": check, "CALM": abs(scale) * stack.world < SMALL_NORM}
     launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
@@ -90,13 +92,14 @@ def recode(
     stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
     at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stack.stride % 16)
     check = rotation is None
-    given = {"wire": wires_WN, "stack": stack, "out": wire, "scale": float(scale)}
+    given = {"wire": wires_WN, "stack": stack, "out": wire}
     if not how.format.block:
-        plain_wires("recode_plain", layout, wire.device, GROUPED=at == (0, 0), CHECK=check)(**given)
+        launch = plain_wire("recode_plain", layout, wire.device, GROUPED=at == (0, 0), OWN=False, CHECK=check)
+        launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
     constants = {"WORLD": unrolled(stack.world, how.format), "CHECK": check}
     launch = blocks("recode", how, layout, config, wire.device, *at, **constants)
-    launch(**given, keys=_keys(how, rotation or 0, dither))
+    launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
@@ -135,7 +138,8 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
     constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
-    plain_wires("encode_plain", layout, x.device, **constants)(x=x, residual=carried, wire=wire)
+    launch = plain_wire("encode_plain", layout, x.device, **constants)
+    launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
 # --- arguments that do not change from call to call -------------------------------------------------------------------
@@ -203,11 +207,10 @@ def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride:
 
 
 @lru_cache(maxsize=4096)
-def plain_wires(
-    kernel: str, layout: Layout, device: torch.device, more: tuple[tuple[str, Any], ...] = (), **constants: bool
-) -> Prepared:
-    """A kernel of wires without blocks. more: as of `blocks`."""
-    return prepare_plain(getattr(plain, kernel), layout, device, {"frame": frame(layout), **dict(more)}, **constants)
+def plain_wire(kernel: str, layout: Layout, device: torch.device, **constants: bool) -> Prepared:
+    """A kernel of a wire without blocks."""
+    one = frame(layout)
+    return prepare_plain(getattr(plain, kernel), layout, device, {"frame": one, "a": one, "b": one}, **constants)
 
 
 def prepare_plain(

@@ -1,15 +1,18 @@
 """The kernels of wires without blocks: the numbers themselves, unchanged or as bfloat16.
 
-A program takes GROUPS times COLUMNS groups of four numbers; the last one also the up to three that are left over.
+A program takes GROUPS times COLUMNS groups of four numbers; the first one also the up to three that are left over. Rows
+are those of row_blocks.py; a single wire is a message of one row.
 """
 
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton.decode_blocks import note
 from thinwire.kernels.triton.frame import check_headers, wide, write_frame
 from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
-from thinwire.kernels.triton.tiles import added, load_bytes, store_bytes, times
+from thinwire.kernels.triton.row_blocks import copy_row, picked
+from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes, times
 
 COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
@@ -17,24 +20,31 @@ GROUPS = tl.constexpr(4)
 
 @triton.jit
 def encode_plain(
-    x, residual, wire, frame,
+    x, residual, wire, rows, a, b,
     SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """wire = x + residual in the format SHORT (float32, bfloat16, float16); if RAW, the bytes of x."""
-    program = tl.program_id(0)
-    if program == 0:
-        write_frame(wire, frame, (0, 0))
-    plane = wire + frame.plane0
-    for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, frame.numel)
-        encode_group(x, residual, plane, at, inside, SHORT, 4, GROUPED, RESIDUAL, RAW)
-    if program == tl.num_programs(0) - 1:
-        rest, some = left_over(frame.numel)
-        encode_group(x, residual, plane, rest, some, SHORT, 1, GROUPED, RESIDUAL, RAW)
+    """Row r of wire = x_r + residual_r in the format SHORT, all rows but `skip`; if RAW, the bytes of x.
+
+    SHORT: float32, bfloat16, float16. With a residual there is one row.
+    """
+    row = tl.program_id(1)
+    if (row <= rows.short) & (row != rows.skip):
+        frame = picked(a, b, row == rows.short)
+        target = wire + row * wide(rows.stride)
+        source = x + row * wide(rows.each)
+        if tl.program_id(0) == 0:
+            write_frame(target, frame, (0, 0))
+        plane = target + frame.plane0
+        for group in tl.static_range(GROUPS):
+            at, inside = place(group, frame.numel)
+            _encode(source, residual, plane, at, inside, SHORT, 4, GROUPED, RESIDUAL, RAW)
+        if tl.program_id(0) == 0:
+            rest, some = left_over(frame.numel)
+            _encode(source, residual, plane, rest, some, SHORT, 1, GROUPED, RESIDUAL, RAW)
 
 
 @triton.jit
-def encode_group(
+def _encode(
     x, residual, plane, at, inside,
     SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
@@ -62,52 +72,81 @@ def encode_group(
             store_floats(residual, left, at, inside, COUNT, GROUPED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("call",))
 def decode_plain(
-    wire, out, stack, scale, frame, SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr
+    wire, out, source, bad, call, rows, scale, a, b,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, COUNT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * sum over ranks, in rank order in fp32. CHECK: where headers do not fit the sum is NaN."""
-    program = tl.program_id(0)
+    """out_r = scale * sum of the wires of row r, in order in fp32; row `skip` is copied from `source`.
+
+    COUNT: note the call where a number is not finite (decode_blocks.Sink). CHECK: where a header of the only row does
+    not fit, the sum is NaN.
+    """
+    row = tl.program_id(1)
+    frame = picked(a, b, row == rows.short)
+    target = out + row * wide(rows.each)
     if CHECK:
-        _key, fine = check_headers(wire, stack, frame, (0, 0), False)
+        _key, fine = check_headers(wire, rows, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
-    plane = wire + frame.plane0
-    for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, frame.numel)
-        total, _worst = sum_wires(plane, stack, -1, at, inside, SHORT, 4, GROUPED)
-        store_floats(out, times(total, scale), at, inside, 4, GROUPED)
-    if program == tl.num_programs(0) - 1:
-        rest, some = left_over(frame.numel)
-        last, _worst = sum_wires(plane, stack, -1, rest, some, SHORT, 1, GROUPED)
-        store_floats(out, times(last, scale), rest, some, 1, False)
+    if (row <= rows.short) & (row != rows.skip):
+        plane = wire + row * wide(rows.stride) + frame.plane0
+        for group in tl.static_range(GROUPS):
+            at, inside = place(group, frame.numel)
+            total, worst = _sum(plane, rows, -1, at, inside, SHORT, 4, GROUPED)
+            store_floats(target, times(total, scale), at, inside, 4, GROUPED)
+            if COUNT:
+                note(bad, call, worst[None, :])
+        if tl.program_id(0) == 0:
+            rest, some = left_over(frame.numel)
+            last, worst_last = _sum(plane, rows, -1, rest, some, SHORT, 1, GROUPED)
+            store_floats(target, times(last, scale), rest, some, 1, False)
+            if COUNT:
+                note(bad, call, worst_last[None, :])
+    if row == rows.skip:
+        copy_row(source + row * wide(rows.each), target, frame.numel)
 
 
 @triton.jit
 def recode_plain(
-    wire, out, stack, scale, frame, SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr
+    wire, out, x, stack, part, frame,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * sum over ranks, in the format of the wires. CHECK: as in decode_plain."""
-    program = tl.program_id(0)
+    """out = scale * (sum of the wires, and if OWN of x, which did not travel and is exact). CHECK: see decode_plain."""
+    scale = part.scale
     if CHECK:
         _key, fine = check_headers(wire, stack, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
-    if program == 0:
+    if tl.program_id(0) == 0:
         write_frame(out, frame, (0, 0))
+    x += wide(part.start)
     plane = wire + frame.plane0
+    target = out + frame.plane0
     for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, frame.numel)
-        total, _worst = sum_wires(plane, stack, -1, at, inside, SHORT, 4, GROUPED)
-        put(out + frame.plane0, times(total, scale), at, inside, SHORT, 4, GROUPED)
-    if program == tl.num_programs(0) - 1:
+        at, inside = place(group, frame.numel)
+        _recode(plane, x, target, stack, part.own, scale, at, inside, SHORT, 4, GROUPED, OWN)
+    if tl.program_id(0) == 0:
         rest, some = left_over(frame.numel)
-        last, _worst = sum_wires(plane, stack, -1, rest, some, SHORT, 1, GROUPED)
-        put(out + frame.plane0, times(last, scale), rest, some, SHORT, 1, GROUPED)
+        _recode(plane, x, target, stack, part.own, scale, rest, some, SHORT, 1, GROUPED, OWN)
 
 
 @triton.jit
-def place(program, group: tl.constexpr, numel):
+def _recode(
+    plane, x, target, stack, own, scale, at, inside,
+    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    if OWN:
+        total, _worst = _sum(plane, stack, own, at, inside, SHORT, COUNT, GROUPED)
+        total = fused(load_floats(x, at, inside, COUNT, GROUPED), scale, times(total, scale))
+    else:
+        total, _worst = _sum(plane, stack, -1, at, inside, SHORT, COUNT, GROUPED)
+        total = times(total, scale)
+    put(target, total, at, inside, SHORT, COUNT, GROUPED)
+
+
+@triton.jit
+def place(group: tl.constexpr, numel):
     """First elements of the groups of four, and which are whole."""
-    at = (program.to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
+    at = (tl.program_id(0).to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
     return at, at + 4 <= numel
 
 
@@ -119,7 +158,7 @@ def left_over(numel):
 
 
 @triton.jit
-def sum_wires(
+def _sum(
     plane, stack, own, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
 ):  # fmt: skip
     """(sum, worst): the first number, and the others added to it (-0 stays -0); the largest bits of all.

@@ -16,7 +16,7 @@ from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, offsets_of
 from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
-from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store, times
+from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, minus, position, store, times
 
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
@@ -29,10 +29,10 @@ class Matrix(NamedTuple):
     """The rows of a message: an argument of kernels."""
 
     each: Any  # elements of a row
-    stride: Any  # bytes from one wire to the next
+    stride: Any  # as in Stack, and so the next; with more than one there is one row
+    world: Any
     short: Any  # the last row that holds anything
     skip: Any  # the row that does not travel, or -1
-    world: Any  # wires that are added; with more than one there is one row
 
 
 class Seeds(NamedTuple):
@@ -223,9 +223,7 @@ def _recode_own(
         tl.debug_barrier()  # `left` may be where x is
     read = put_tile(total, target, cells, keys, root, at, T, MODE == OWED)
     if MODE == OWED:
-        left = ()
-        for i in tl.static_range(T.size):
-            left = left + (total[i] - read[i],)
+        left = minus(total, read)
     if MODE != ALONE:
         store(source.left + start, left, at, T)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.kernels import hashing
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
-from thinwire.kernels.triton import launch, row_blocks, row_plain, tuning
+from thinwire.kernels.triton import launch, plain, row_blocks, tuning
 from thinwire.kernels.triton.frame import Frame, Keys, Stack
 from thinwire.kernels.triton.launch import Config
 from thinwire.kernels.triton.prepared import Prepared, Repeated
@@ -31,9 +31,9 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     even = job.rows.each % 4 == 0
     if not job.how.format.block:
         raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
-        make = functools.partial(_plain, row_plain.encode_plain_rows, job, known, RAW=raw)
-        plain = Repeated(make, ("wire", "x"), even=even)
-        return lambda x, wires, mixed, memory: plain((wires, x))
+        make = functools.partial(_plain, plain.encode_plain, job, known, RAW=raw, RESIDUAL=False)
+        copy = Repeated(make, ("wire", "x", "residual"), even=even)
+        return lambda x, wires, mixed, memory: copy((wires, x, x))
     op = "encode_residual" if mode else "encode"
     config = tuning.choose(op, job.how, job.dtype, job.device, job.rows.numel)
     make = functools.partial(_blocks, row_blocks.encode_rows, job, config, known, MODE=mode)
@@ -50,33 +50,30 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
 def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback: Feedback | None) -> Recode:
     """See rows.recoder."""
     layout = job.layout(row)
+    even = job.rows.each % 4 == 0
+    if not layout.format.block:
+        make = functools.partial(_recode_plain, job, row, world, scale, own)
+        summing = Repeated(make, ("wire", "out", "x"), even=own < 0 or even)
+        return lambda wires, wire, mixed, x, memory: summing((wires, wire, wire if own < 0 or x is None else x))
     op = "recode" if own < 0 else "recode_own"
     config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel, world)
     keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
     keyed = job.how.keyed
-    if own >= 0:
-        make = functools.partial(_own, job, row, world, own, scale, feedback, config)
-        even = job.rows.each % 4 == 0
-        if not layout.format.block:
-            adding = Repeated(make, ("wire", "out", "x"), even=even)
-            return lambda wires, wire, mixed, x, memory: adding((wires, wire, x))  # type: ignore[arg-type]
-        adding = Repeated(make, ("wire", "out", "x", "memory", "left"), ("keys",), even)
+    if own < 0:
+        known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
+        constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
+        made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
+        blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
+        return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
+    make = functools.partial(_recode_own, job, row, world, scale, own, feedback, config)
+    adding = Repeated(make, ("wire", "out", "x", "memory", "left"), ("keys",), even)
 
-        def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
-            assert x is not None
-            kept, left = (x, x) if memory is None else memory[:2]
-            adding((wires, wire, x, kept, left), (keys(mixed) if keyed else _UNKEYED,))
+    def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+        assert x is not None
+        kept, left = (x, x) if memory is None else memory[:2]
+        adding((wires, wire, x, kept, left), (keys(mixed) if keyed else _UNKEYED,))
 
-        return recode_own
-    known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
-    if not layout.format.block:
-        summing = launch.plain_wires("recode_plain", layout, job.device, known, GROUPED=True, CHECK=False)
-        plain = Repeated(lambda grouped: summing, ("wire", "out"))
-        return lambda wires, wire, mixed, x, memory: plain((wires, wire))
-    constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
-    made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
-    blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
-    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
+    return recode_own
 
 
 def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], Keys]:
@@ -100,19 +97,19 @@ def decoder(
     known |= {"scale": float(scale)}
     mode = _MODES[feedback.mode if feedback else ""]
     even = job.rows.each % 4 == 0
-    plain = not format.block
+    is_plain = not format.block
     config = tuning.choose("decode_sum", decoding(format), job.dtype, job.device, job.rows.numel, world)
 
     def make(grouped: bool, counted: bool) -> Prepared:
-        if plain:
-            return _plain(row_plain.decode_plain_rows, job, known, grouped, COUNT=counted)
+        if is_plain:
+            return _plain(plain.decode_plain, job, known, grouped, COUNT=counted, CHECK=False)
         full, tail = launch.norms(job.layout(0), scale)
         arguments = known | {"norms": RowNorms(full, tail, launch.norms(job.layout(job.rows.short), scale).tail)}
         constants = {"WORLD": launch.unrolled(world, format), "CALM": abs(scale) * world < launch.SMALL_NORM}
         constants |= {"MODE": mode, "COUNT": counted and not mode}
         return _blocks(row_blocks.decode_rows, job, config, arguments, grouped, **constants)
 
-    tensors = ("wire", "out", "source", "bad", *(() if plain else ("left", "memory", "mean")))
+    tensors = ("wire", "out", "source", "bad", *(() if is_plain else ("left", "memory", "mean")))
     launches = [
         Repeated(functools.partial(make, counted=counted), tensors, ("call",), even) for counted in (False, True)
     ]
@@ -123,7 +120,7 @@ def decoder(
         noted, call = (wires, 0) if bad is None else bad
         copied = out if source is None else source
         start = launches[bad is not None]
-        if plain:
+        if is_plain:
             start((wires, out, copied, noted), (call,))
             return
         kept, left, mean = (out, out, out) if memory is None else memory
@@ -156,7 +153,7 @@ def adds_own(job: RowJob) -> bool:
 
 
 def _matrix(job: RowJob, skip: int = -1, world: int = 1) -> Matrix:
-    return Matrix(job.rows.each, job.stride, job.rows.short, skip, world)
+    return Matrix(job.rows.each, job.stride, world, job.rows.short, skip)
 
 
 def _blocks(
@@ -171,23 +168,19 @@ def _blocks(
     return launch.prepare_blocks(kernel, job.device, grid, T, config, known, TAIL=tail, **constants)
 
 
-def _own(
+def _recode_own(
     job: RowJob,
     row: int,
     world: int,
-    own: int,
     scale: float,
+    own: int,
     feedback: Feedback | None,
     config: Config,
     grouped: bool,
 ) -> Prepared:
-    """recode_own, or recode_plain_own."""
     layout = job.layout(row)
-    factor = feedback.factor if feedback else 1.0
     known: dict[str, Any] = {"frame": launch.frame(layout), "stack": Stack(job.stride, world - 1)}
-    known["part"] = Part(job.rows.span(row)[0], own, factor, float(scale))
-    if not layout.format.block:
-        return launch.prepare_plain(row_plain.recode_plain_own, layout, job.device, known, GROUPED=grouped)
+    known["part"] = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
     known |= {"norms": launch.norms(layout, scale), **launch.tables(layout.format, job.device)}
     constants = {
         "TAIL": launch.has_tail(layout),
@@ -200,8 +193,17 @@ def _own(
     return launch.prepare_blocks(row_blocks.recode_own, job.device, grid, T, config, known, **constants)
 
 
+def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, grouped: bool) -> Prepared:
+    layout = job.layout(row)
+    has_own = own >= 0
+    known = {"frame": launch.frame(layout), "stack": Stack(job.stride, world - has_own)}
+    known["part"] = Part(job.rows.span(row)[0] if has_own else 0, own, 1.0, float(scale))
+    constants = {"GROUPED": grouped, "OWN": has_own, "CHECK": False}
+    return launch.prepare_plain(plain.recode_plain, layout, job.device, known, **constants)
+
+
 def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **constants: bool) -> Prepared:
-    """encode_plain_rows or decode_plain_rows."""
+    """encode_plain or decode_plain."""
     known = known | _frames(job)
     rows = job.rows.short + 1
     return launch.prepare_plain(kernel, job.layout(0), job.device, known, rows, GROUPED=grouped, **constants)

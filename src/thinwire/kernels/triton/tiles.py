@@ -269,6 +269,24 @@ def added(a, b):
 
 
 @triton.jit
+def minus(a, b):
+    """a - b."""
+    done = ()
+    for i in tl.static_range(len(a)):
+        done = done + (a[i] - b[i],)
+    return done
+
+
+@triton.jit
+def fused(tile, factor, b):
+    """tile * factor + b, rounded once."""
+    done = ()
+    for i in tl.static_range(len(tile)):
+        done = done + (tl.fma(tile[i], factor, b[i]),)
+    return done
+
+
+@triton.jit
 def times(tile, factor):
     """tile * factor."""
     return [x * factor for x in tile]
