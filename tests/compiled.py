@@ -27,7 +27,7 @@ from triton.runtime import driver
 import cases
 from thinwire import codec as make
 from thinwire.codecs.base import Codec
-from thinwire.kernels import Grid, triton as backend
+from thinwire.kernels import FakeGradients, Grid, triton as backend
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
 from thinwire.kernels.triton import compiling, row_launch, tuning
@@ -177,7 +177,8 @@ def start_others() -> None:
         shift = scale if i % 2 else None
         backend.fake_quantize(grid, x, scale, shift, x.clone())
         wanted = x.clone() if i % 4 < 2 else None
-        backend.fake_quantize_grad(grid, x, x.clone(), scale, shift, wanted, scale.new_empty(2, shape[1]), factor=1.0)
+        of = FakeGradients(x, x.clone(), scale, shift, wanted, scale.new_empty(2, shape[1]))
+        backend.fake_quantize_grad(grid, of, 1.0)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

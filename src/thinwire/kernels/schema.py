@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,17 @@ class Grid:
     paper: bool = False  # True => the outer half-steps are outside, as in the LSQ paper; False => inside, as in torch
 
 
+class FakeGradients(NamedTuple):
+    """The tensors of a fake quantizer's backward pass. Of the outputs, dx may be unwanted."""
+
+    x_OCI: Tensor
+    grad_OCI: Tensor
+    scale_C: Tensor
+    shift_C: Tensor | None
+    dx_OCI: Tensor | None  # output
+    sums_2C: Tensor  # output: ds above db or dz
+
+
 class Backend(Protocol):
     """The operations of a kernel backend, and whether it can run. Modules serve as backends.
 
@@ -137,19 +148,8 @@ class Backend(Protocol):
         False says that a scale is none, None that it would take a wait for a device to know.
         """
 
-    def fake_quantize_grad(
-        self,
-        grid: Grid,
-        x_OCI: Tensor,
-        grad_OCI: Tensor,
-        scale_C: Tensor,
-        shift_C: Tensor | None,
-        dx_OCI: Tensor | None,
-        sums_2C: Tensor,
-        *,
-        factor: float,
-    ) -> None:
-        """dx and the parameters' gradients of `Grid`, ds above db or dz; no dx where nobody wants it.
+    def fake_quantize_grad(self, grid: Grid, of: FakeGradients, factor: float) -> None:
+        """dx and the parameters' gradients of `Grid`.
 
         dx is the same bytes from every backend. The order of the sums is the backend's own. The second row need only
         be written where there is a shift.

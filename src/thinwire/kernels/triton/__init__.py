@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.schema import Encoding, Grid, decoding
+from thinwire.kernels.schema import Encoding, FakeGradients, Grid, decoding
 from thinwire.wire import CastVariant, Format, Kind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,29 +95,16 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     """out = y of `Grid`. Doubles are left to the reference."""
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
-        return
-    _, fake_launch, _ = _modules()
-    fake_launch.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+    else:
+        _modules()[1].fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    *,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`. Doubles are left to the reference."""
-    tensors = (x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C)
-    if x_OCI.dtype == torch.float64:
-        reference.fake_quantize_grad(grid, *tensors, factor=factor)
-        return
-    _, fake_launch, _ = _modules()
-    fake_launch.fake_quantize_grad(grid, *tensors, factor)
+    if of.x_OCI.dtype == torch.float64:
+        reference.fake_quantize_grad(grid, of, factor)
+    else:
+        _modules()[1].fake_quantize_grad(grid, of, factor)
 
 
 def fused_rows(format: Format, device: torch.device) -> ModuleType | None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.kernels.schema import Grid
+from thinwire.kernels.schema import FakeGradients, Grid
 from thinwire.kernels.triton import fake
 from thinwire.kernels.triton.prepared import Prepared
 
@@ -29,17 +29,9 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     launch(x=x_OCI, out=out_OCI, scale=scale_C, shift=scale_C if shift_C is None else shift_C)
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """See schema.Backend."""
+    x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C = of
     constants = {"SHIFT": shift_C is not None, "WANT_DX": dx_OCI is not None}
     launch, parts = _prepare("backward", grid, x_OCI.shape, x_OCI.device, _BACKWARD, **constants)
     sums_SC = sums_2C if shift_C is not None else sums_2C[:1]

@@ -24,6 +24,12 @@ def instruction(TEXT: tl.constexpr, OPERANDS: tl.constexpr, args):
 
 
 @triton.constexpr_function
+def filled(text, number):
+    """PTX with a number in place of {}."""
+    return text.replace("{}", str(number))
+
+
+@triton.constexpr_function
 def load_text(nbytes):
     """PTX of a load of `nbytes` at the last operand but one, if the last is not 0."""
     words = max(1, nbytes // 4)

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
+from thinwire.kernels.triton.four_bytes import PERMUTE
 from thinwire.kernels.triton.frame import offsets_of, sections, wide
-from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
+from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
     INF_BITS,
@@ -29,6 +30,8 @@ from thinwire.kernels.triton.numbers import (
 from thinwire.kernels.triton.scaled import cast_value
 from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
 from thinwire.kernels.triton.trellis import indices
+
+BELOW = tl.constexpr("lop3.b32 $0, $1, {}, $2, 0xEA;")  # (a & mask) | b
 
 
 class Wires(NamedTuple):
@@ -271,13 +274,8 @@ def _byte(word, k: tl.constexpr):
     if INTERPRETED:
         return ((word >> (8 * k)) & 0xFF) | WIDENER_BITS
     else:
-        return instruction(byte_text(k), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
-
-
-@triton.constexpr_function
-def byte_text(k):
-    """PTX: byte k, two zeros, the upper byte of the second operand."""
-    return f"prmt.b32 $0, $1, $2, {0x7540 + k};"
+        widener = tl.full(word.shape, WIDENER_BITS, tl.int32)
+        return instruction(filled(PERMUTE, 0x7540 + k), "=r,r,r", (word, widener))  # two zeros, and its upper byte
 
 
 @triton.jit
@@ -286,13 +284,7 @@ def _bits_below(word, MASK: tl.constexpr):
     if INTERPRETED:
         return (word & MASK) | WIDENER_BITS
     else:
-        return instruction(below_text(MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
-
-
-@triton.constexpr_function
-def below_text(mask):
-    """PTX: (a & mask) | b."""
-    return f"lop3.b32 $0, $1, {mask}, $2, 0xEA;"
+        return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.jit
