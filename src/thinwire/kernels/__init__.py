@@ -1,4 +1,4 @@
-"""Kernels: what codecs and fake quantisation compute, defined in plain torch, on the fastest backend that runs."""
+"""Kernels: what codecs and fake quantization compute, defined in plain torch, on the fastest backend that runs."""
 
 from thinwire.kernels.dispatch import BACKENDS, select, use_backend
 from thinwire.kernels.schema import Backend, Encoding, FakeGradients, Grid

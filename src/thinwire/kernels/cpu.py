@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 5  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
-_MOST_PARTS = 64  # of a fake quantisation; more threads find no work
+_MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -187,7 +187,7 @@ def _template(how: Encoding, layout: Layout) -> bytes:
 
 def _run(name: str, job: _Job, *pointers: int | None) -> None:
     if getattr(_library(), name)(ctypes.byref(job), *pointers):
-        raise BackendError(f"native kernel {name} does not know this request; reinstall thinwire")
+        raise BackendError(f"native kernel {name} does not support this request; reinstall thinwire")
 
 
 def _library() -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-"""The definition of fake quantisation, in plain torch: a part of the reference.
+"""The definition of fake quantization, in plain torch: a part of the reference.
 
 Shape suffixes: O outer, C channels, I inner, as in `x.flatten(axis + 1).flatten(0, axis - 1)`.
 """

@@ -453,7 +453,7 @@ def _floor_bf16(x: Tensor) -> Tensor:
 
 
 def _hadamard(z_KB: Tensor) -> Tensor:
-    """Walsh-Hadamard transform, not normalised, strides from B/2 down to 1."""
+    """Walsh-Hadamard transform, not normalized, strides from B/2 down to 1."""
     codes = z_KB.shape[1]
     stride = codes // 2
     while stride:

@@ -5,12 +5,12 @@ Both give callables that are made once and called at every step. `wires` is a ui
 bytes apart, and `mixed` stands for the step (hashing.row_step). Where it has no memory (device "meta"), a call computes
 nothing: its kernel is compiled, if it has one.
 
-Feedback: what is encoded is x + factor * memory, and `left` is where the next of these operations finds what it needs:
+Feedback: x + factor * memory is encoded, and `left` passes data from one of these operations to the next:
 
-| mode | encode leaves | recode of the own row leaves | decode remembers, if all is finite |
+| mode | encode writes to left | recode of the own row writes to left | decode updates, if all is finite |
 |---|---|---|---|
-| "classic" | what was lost | what the sum lost | memory = share * left |
-| "ef21" | what the wire says | the own part less the sum | memory += share * left, of the own row left + result |
+| "classic" | the encoding error | the error of the sum | memory = share * left |
+| "ef21" | the decoded wire | the own part less the sum | memory += share * left, of the own row left + result |
 
 share is 1 for the own row and `scale` for others. With "ef21" the result is added to `mean`, which is remembered too.
 """
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """Where calls are noted that met numbers which are not finite: (the last such call, how many there were)."""
+    """Records calls that met non-finite numbers: (the last such call, how many there were)."""
 
     noted: Tensor  # two int32
     call: int  # the number of this one

@@ -42,7 +42,7 @@ def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr, TAIL: 
 
 
 class Source(NamedTuple):
-    """What is encoded, and where what is left goes; see the modes above."""
+    """What is encoded, and where the rest goes; tiles.py has the modes."""
 
     x: Any
     memory: Any
@@ -142,7 +142,7 @@ def _input(source, last, at, T: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def carried(tile, memory, factor, MODE: tl.constexpr):
-    """A tile and what is remembered of earlier ones, together."""
+    """The tile plus the memory of earlier ones, as MODE adds them."""
     if MODE == CHANGE:
         return fused(memory, factor, tile)
     elif MODE == OWED:
@@ -166,7 +166,7 @@ def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.
     """Rotate, write scales and codes; (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     tile, power, unit, up, post, bad = in_domain(tile, one, one, T)
-    if T.rotated:  # by a transform that is not normalised: the sum of squares is the mean square after it
+    if T.rotated:  # by a transform that is not normalized: the sum of squares is the mean square after it
         tile = hadamard(flip(tile, keys, at, T), at, T)
     else:
         power = per_code(power, at, T)
@@ -179,7 +179,7 @@ def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.
 
 @triton.jit
 def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
-    """What a decoder will make of values under the scales that were stored."""
+    """What a decoder will read: the codes' values under the stored scales."""
     bits = stored << 16
     lifted = bits < 0
     huge = is_huge(bits)
@@ -205,27 +205,27 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
 
 @triton.jit
 def _store_left(source, tile, read, at, T: tl.constexpr, MODE: tl.constexpr):
-    """What `MODE` says of a tile that the wire says `read` of."""
+    """Store what MODE leaves of a tile that decodes to `read`."""
     target = source.left + at.first * T.block
     if MODE == CHANGE:
         store(target, read, at, T)
     else:
         left = minus(tile, read)
         if MODE == RESIDUAL:
-            left = _mended(left, read, target, at, T)
+            left = _restored(left, read, target, at, T)
         store(target, left, at, T)
 
 
 @triton.jit
-def _mended(left, read, target, at, T: tl.constexpr):
-    """What was there before, where what the wire says is not finite."""
+def _restored(left, read, target, at, T: tl.constexpr):
+    """The previous residual where the decoded value is not finite."""
     worst = size_bits(read[0])
     for i in tl.static_range(1, T.size):
         worst = tl.maximum(worst, size_bits(read[i]))
     if anywhere(worst) >= INF_BITS:
         before = load(target, at, T)
-        mended = ()
+        restored = ()
         for i in tl.static_range(T.size):
-            mended = mended + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
-        left = mended
+            restored = restored + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
+        left = restored
     return left

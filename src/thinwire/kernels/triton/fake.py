@@ -1,7 +1,7 @@
-"""Fake quantisation, forward and backward in one pass each. `schema.Grid` has the formulas.
+"""Fake quantization, forward and backward in one pass each. `schema.Grid` has the formulas.
 
 A tensor (outer, channels, inner) is a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. BY_ROW the
-rows are outer times channels, a row has one channel, and the tiles are neighbours in their rows; else the columns are
+rows are outer times channels, a row has one channel, and the tiles are neighbors in their rows; else the columns are
 channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once
 per program, and the sum over its tiles is written once, a number for each of its rows or columns: [Note: Partial sums]
 in fake_launch.py.

@@ -1,4 +1,4 @@
-"""From a request for fake quantisation to a launch: how a tensor is cut into tiles.
+"""From a request for fake quantization to a launch: how a tensor is cut into tiles.
 
 [Note: Partial sums] A channel is shared by many programs. Each leaves one number for each of its rows (columns) and
 sum, and torch adds them: the result does not hang on the order in which programs end. The longer of outer and inner is

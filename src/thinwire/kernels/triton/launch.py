@@ -1,5 +1,7 @@
-"""From a request to a launch: tiles, grids and arguments. Only here, in prepared.py, and for fake quantisation in
-fake_launch.py, this room touches tensors."""
+"""From a request to a launch: tiles, grids and arguments.
+
+Of this folder, only this module, prepared.py, row_launch.py and fake_launch.py touch tensors.
+"""
 
 import struct
 from dataclasses import dataclass
@@ -292,7 +294,7 @@ class Known:
 
 
 def _grouped(x: Tensor) -> bool:
-    """Whether four neighbours can be read at once."""
+    """Whether four neighbors can be read at once."""
     return bool(x.data_ptr() % (4 * x.itemsize) == 0)
 
 

@@ -1,6 +1,6 @@
-"""Signs and the Walsh-Hadamard transform of a tile, strides from the longest to 1: lanes, columns, neighbours.
+"""Signs and the Walsh-Hadamard transform of a tile, strides from the longest to 1: lanes, columns, neighbors.
 
-Between lanes and between neighbours a butterfly is two additions of tensors. Between columns each thread takes its
+Between lanes and between neighbors a butterfly is two additions of tensors. Between columns each thread takes its
 partner's number by a shuffle and adds it to its own, whose sign changes in the upper half: one multiply-add by 1 or -1.
 """
 
@@ -17,7 +17,7 @@ FLIP = tl.constexpr(f"{{ {TEST} mov.b32 $0, $1; @p neg.f32 $0, $0; }}")
 
 @triton.jit
 def hadamard(tile, at, T: tl.constexpr):
-    """The transform of every row, not normalised."""
+    """The transform of every row, not normalized."""
     tile = _between(tile, T.lanes, T.vector, T)
     for stage in tl.static_range(log2(T.columns)):
         tile = _between_columns(tile, at, T.columns >> (stage + 1), T)

@@ -180,7 +180,7 @@ def recode_own(
 ):  # fmt: skip
     """out = encode(scale * (sum of the wires of others + x)), where x, the own part, did not travel and is exact.
 
-    x + factor * memory stands for x as MODE says; `left` is what the result will tell the rest of.
+    With feedback x is x + factor * memory, and `left` is what the result does not carry, as MODE says.
     """
     program = tl.program_id(0)
     if program == 0:

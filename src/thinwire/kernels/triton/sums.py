@@ -75,7 +75,7 @@ def worst_scale(wires, at, T: tl.constexpr):
     return worst
 
 
-# A sum has two steps, with a branch between them: what is loaded before it tells which way to go. Up to 8 wires are
+# A sum has two steps, with a branch between them: what is loaded before it decides which. Up to 8 wires are
 # only loaded before it, as adding them there too would take too many registers; more are added in one loop.
 
 

@@ -2,7 +2,7 @@
 
 [Note: A tile]
 A program holds `rows` blocks. A block of `block` elements is cut into `lanes` runs of `span` elements, so that the
-codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbours, which one thread holds.
+codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbors, which one thread holds.
 Element i = lane * span + column * vector + v of every row therefore lives in one tensor of shape (rows, columns), and a
 tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking and all butterflies of the rotation but
 those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
@@ -153,7 +153,7 @@ def ragged_lanes(kind: int) -> int:
 
 
 def _lanes(format: Format, wanted: int) -> int:
-    """`wanted`, or the nearest number that cuts a block into whole groups of neighbours; positions of a strand."""
+    """`wanted`, or the nearest number that cuts a block into whole groups of neighbors; positions of a strand."""
     if format.kind == Kind.TRELLIS:
         return min(STRAND, format.block)
     lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane
