@@ -135,7 +135,14 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
     ]
 
 
-LINES = {"tools.bench": 1300, "tools.advise": 800, "tools.report": 620, "tools.local": 530, "tools": 5400}  # at most
+LINES = {  # at most
+    "kernels": 6790,
+    "tools.bench": 1300,
+    "tools.advise": 800,
+    "tools.report": 620,
+    "tools.local": 530,
+    "tools": 5400,
+}
 
 
 def test_rooms_keep_their_budgets() -> None:

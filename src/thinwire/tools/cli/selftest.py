@@ -21,7 +21,6 @@ OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
 FEW = ("int8", "lloyd4")
 FEW_OPS = ("encode", "decode", "recode")
 WORLD = 3
-THREADS = 8
 _KEY = hashing.key(0, 0, hashing.ROTATION)
 
 
@@ -53,8 +52,7 @@ def differences(
     few: what a DDP model uses first, for kernels that are compiled when they are used. follow: is handed the cases.
     """
     compared = [codec(spec) for spec in FEW] if few else codecs()
-    ops = FEW_OPS if few else OPS
-    dtypes = DTYPES[:1] if few else DTYPES
+    ops, dtypes = (FEW_OPS, DTYPES[:1]) if few else (OPS, DTYPES)
 
     def compare(chosen: Codec, numel: int, dtype: torch.dtype) -> list[tuple[str, bool]]:
         how = chosen.encoding(dtype)
@@ -64,12 +62,9 @@ def differences(
         ours, theirs = (_results(each, how, x_WN, ops) for each in (backend, reference))
         return [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
 
-    cases = list(product(compared, SIZES, dtypes))
-    found = []
-    with ThreadPoolExecutor(THREADS if device.type == "cuda" else 1) as pool:  # so that kernels are compiled together
-        waiting = [pool.submit(compare, *case) for case in cases]
-        for _, pairs in zip(follow([f"{case[0]} {case[2]} numel={case[1]}" for case in cases]), waiting, strict=True):
-            found += pairs.result()
+    with ThreadPoolExecutor(8 if device.type == "cuda" else 1) as pool:  # so that kernels are compiled together
+        waiting = {f"{c} {d} numel={n}": pool.submit(compare, c, n, d) for c, n, d in product(compared, SIZES, dtypes)}
+        found = [pair for name in follow(list(waiting)) for pair in waiting[name].result()]
     return len(found), [name for name, same in found if not same]
 
 
