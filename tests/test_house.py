@@ -155,6 +155,18 @@ def test_rooms_keep_their_budgets() -> None:
     assert not over, f"lines over the budget {LINES}: {over}"
 
 
+def test_kernels_take_structures() -> None:
+    """Arguments that belong together are one named tuple ([Note: Structures] in kernels/triton/prepared.py)."""
+    functions = [
+        (path, node)
+        for path in sorted((PACKAGE / "kernels" / "triton").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    long = [f"{name_of(path)}: {node.name}" for path, node in functions if len(node.args.args) > 20]
+    assert not long, f"more than 20 parameters: {long}"
+
+
 def packages_with_all() -> list[str]:
     """thinwire itself, and every room whose __init__ names what it gives."""
     rooms = [init.parent for init in sorted(PACKAGE.rglob("__init__.py")) if "__all__" in init.read_text()]
