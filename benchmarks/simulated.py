@@ -25,7 +25,7 @@ from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import BucketLane, lanes_of
 from thinwire.integrations.models import ParameterNames, ParameterSize
 from thinwire.integrations.stats import StepErrors
-from thinwire.kernels import compiling, hashing
+from thinwire.kernels import compiled, hashing
 from thinwire.kernels.rows import Bad, Memory
 
 _LINE = 1024  # elements
@@ -87,10 +87,10 @@ class ReplicaAverager:
         self._new = False  # whether the lanes have not been sent yet
         self._setting: object = None  # the decisions that the lanes were made with
 
-    def new_rows(self) -> Tensor:
+    def new_rows(self, device: str | torch.device | None = None) -> Tensor:
         """A row for the gradients of each replica; rows begin on whole lines of memory, as buckets do."""
         numel = sum(p.numel() for p in self.parameters)
-        return torch.zeros(self.world, -(-numel // _LINE) * _LINE, device=self.device)[:, :numel]
+        return torch.zeros(self.world, -(-numel // _LINE) * _LINE, device=device or self.device)[:, :numel]
 
     def views(self, row_N: Tensor) -> list[Tensor]:
         """A replica's gradients in a row, shaped as the parameters are."""
@@ -120,8 +120,8 @@ class ReplicaAverager:
             views = self.views(row)
             torch._foreach_div_([views[i] for i in weighed], roots)
         if self._new and self.device.type == "cuda":
-            with compiling():  # which leaves the numbers alone
-                self._send(rows_WN.clone(), step)
+            self._send(self.new_rows("meta"), step)  # which computes nothing
+            compiled()
         self._new = False
         if self.chooser.measuring:
             self._measure([lane.numbers(rows_WN) for lane in self._lanes], step)
@@ -135,13 +135,13 @@ class ReplicaAverager:
         xs_L = [lane.numbers(rows_WN) for lane in self._lanes]
         mixed = hashing.mix64(step)
         stride = self._stride
-        sent_WWS = torch.empty(world, world, stride, dtype=torch.uint8, device=self.device)
+        sent_WWS = torch.empty(world, world, stride, dtype=torch.uint8, device=rows_WN.device)
         for lane, xs in zip(self._lanes, xs_L, strict=True):
             for rank, x in enumerate(xs):
                 wires = sent_WWS[rank].view(-1)[lane.start :]
                 lane.launches_W[rank].encode(x, wires, mixed ^ lane.mixed, lane.memory(rank, x))
         came_WWS = sent_WWS.transpose(0, 1).contiguous()
-        whole_WS = torch.empty(world, stride, dtype=torch.uint8, device=self.device)
+        whole_WS = torch.empty(world, stride, dtype=torch.uint8, device=rows_WN.device)
         for lane, xs in zip(self._lanes, xs_L, strict=True):
             for rank, (launches, x) in enumerate(zip(lane.launches_W, xs, strict=True)):
                 if launches.recode is not None:

@@ -28,7 +28,7 @@ typedef struct {
   uint8_t edges[8], levels[8];
 } tw_job;
 
-/* A fake quantisation: `Grid` in kernels/schema.py. A tensor is (outer, channels, inner), cut into boxes. */
+/* A fake quantization: `Grid` in kernels/schema.py. A tensor is (outer, channels, inner), cut into boxes. */
 typedef struct {
   int32_t dtype, threads;
   int32_t quant_min, quant_max;
@@ -44,7 +44,7 @@ typedef struct {
   float *residual;       /* encode, may be NULL */
   const uint8_t *wires;  /* decode_sum, recode */
   uint8_t *wire;         /* encode, recode */
-  void *out;             /* decode_sum; y or dx of a fake quantisation, where NULL says that nobody wants dx */
+  void *out;             /* decode_sum; y or dx of a fake quantization, where NULL says that nobody wants dx */
   const tw_fake *fake;   /* instead of job; it runs over boxes */
   const void *grad;      /* of y; NULL: y is wanted */
   const void *scale, *shift; /* of every channel: doubles for doubles, else floats; shift may be NULL */

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cases
 import interpreted
-from thinwire.kernels import Grid, reference, triton
+from thinwire.kernels import FakeGradients, Grid, reference, triton
 
 SHAPES = [  # (outer, channels, inner): tiles by row and by column, whole and cut, one row and several, groups
     *((1, 1, 1), (1, 1, 4096), (1, 1, 5000), (2, 2, 5000)),
@@ -53,7 +53,7 @@ def differences(shape: tuple[int, int, int], dtype: torch.dtype, grid: Grid, shi
     sums = [torch.zeros(2, shape[1]) for _ in range(2)]
     for backend, y, dx, ds in zip((reference, triton), ys, dxs, sums, strict=True):
         backend.fake_quantize(grid, x, *parameters, y)
-        backend.fake_quantize_grad(grid, x, g, *parameters, dx, ds, factor=0.37)
+        backend.fake_quantize_grad(grid, FakeGradients(x, g, *parameters, dx, ds), 0.37)
     for what, (want, got) in {"y": ys, "dx": dxs}.items():
         try:
             cases.assert_same(got, want, what)

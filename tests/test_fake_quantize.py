@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import cases
 from cases import CPU, ROUND, Place, each_place, generated
 from thinwire import use_backend
-from thinwire.kernels import BACKENDS, Backend, Grid, cpu, reference
+from thinwire.kernels import BACKENDS, Backend, FakeGradients, Grid, cpu, reference
 from thinwire.qat import fake_quantize, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,8 +89,8 @@ def results(backend: Backend, r: Request, factor: float = 0.37) -> dict[str, Ten
     sums, alone = r.scale.new_full((2, 2, *r.scale.shape), 7).unbind()
     known = backend.fake_quantize(r.grid, r.x, r.scale, r.shift, y)
     assert known is not False, "good scales were called bad"
-    backend.fake_quantize_grad(r.grid, r.x, r.grad, r.scale, r.shift, dx, sums, factor=factor)
-    backend.fake_quantize_grad(r.grid, r.x, r.grad, r.scale, r.shift, None, alone, factor=factor)
+    backend.fake_quantize_grad(r.grid, FakeGradients(r.x, r.grad, r.scale, r.shift, dx, sums), factor)
+    backend.fake_quantize_grad(r.grid, FakeGradients(r.x, r.grad, r.scale, r.shift, None, alone), factor)
     rows = slice(None if r.shift is not None else 1)
     cases.assert_same(alone[rows], sums[rows], "sums without dx")
     return {"y": y.cpu(), "dx": dx.cpu(), "sums": sums.cpu()}
@@ -165,7 +165,7 @@ def test_bad_channels_are_nan_and_their_neighbours_are_not(offset: bool, place: 
             sums = torch.empty(2, 9, device=device)
             known = backend.fake_quantize(on.grid, on.x, on.scale, on.shift, y)
             assert known is (None if device.type == "cuda" else False)
-            backend.fake_quantize_grad(on.grid, on.x, on.grad, on.scale, on.shift, dx, sums, factor=1.0)
+            backend.fake_quantize_grad(on.grid, FakeGradients(on.x, on.grad, on.scale, on.shift, dx, sums), 1.0)
             into += [y.cpu(), dx.cpu(), sums.cpu()]
         for got, want in zip(gots[:2], wants[:2], strict=True):
             cases.assert_same(got, want)
@@ -269,7 +269,7 @@ def test_nothing_is_written_outside_the_buffers() -> None:
         room = torch.full((guard + 2 * shape[1] + guard,), 99.0, dtype=r.scale.dtype)
         sums = room[guard : guard + 2 * shape[1]].view(2, -1)
         cpu.fake_quantize(r.grid, r.x, r.scale, r.shift, y)
-        cpu.fake_quantize_grad(r.grid, r.x, r.grad, r.scale, r.shift, dx, sums, factor=0.37)
+        cpu.fake_quantize_grad(r.grid, FakeGradients(r.x, r.grad, r.scale, r.shift, dx, sums), 0.37)
         cases.assert_same(y, want["y"])
         cases.assert_same(dx, want["dx"])
         around = torch.cat((rooms[:, : guard + 1], rooms[:, guard + 1 + n :]), 1)

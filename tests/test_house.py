@@ -135,7 +135,14 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
     ]
 
 
-LINES = {"tools.bench": 1200, "tools.advise": 710, "tools.report": 360, "tools.local": 550, "tools": 4900}  # at most
+LINES = {  # at most
+    "kernels": 6790,
+    "tools.bench": 1200,
+    "tools.advise": 710,
+    "tools.report": 380,
+    "tools.local": 550,
+    "tools": 5230,
+}
 
 
 def test_rooms_keep_their_budgets() -> None:
@@ -150,7 +157,19 @@ def test_rooms_keep_their_budgets() -> None:
 
 def test_tests_keep_their_budget() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
-    assert lines <= 31_450
+    assert lines <= 32_000
+
+
+def test_kernels_take_structures() -> None:
+    """Arguments that belong together are one named tuple ([Note: Structures] in kernels/triton/prepared.py)."""
+    functions = [
+        (path, node)
+        for path in sorted((PACKAGE / "kernels" / "triton").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    long = [f"{name_of(path)}: {node.name}" for path, node in functions if len(node.args.args) > 20]
+    assert not long, f"more than 20 parameters: {long}"
 
 
 def packages_with_all() -> list[str]:

@@ -18,7 +18,7 @@ from thinwire.kernels.schema import LLOYD
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from thinwire.kernels.triton import exact_sums, four_bytes, launch, lloyd, rotation
+from thinwire.kernels.triton import exact_sums, four_bytes, launch, lloyd, memory, rotation
 from thinwire.wire import Kind
 
 WORDS = [0, 1, 0x80, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, *(random.Random(7).getrandbits(32) for _ in range(200))]
@@ -97,7 +97,7 @@ def test_permuted_is_what_its_digits_say(select: int) -> None:
     for a, b in zip(WORDS, reversed(WORDS), strict=True):
         bytes_of_both = [*a.to_bytes(4, "little"), *b.to_bytes(4, "little")]
         want = bytes(bytes_of_both[select >> 4 * i & 7] for i in range(4))
-        assert run(four_bytes.permute_text(select), a, b) == int.from_bytes(want, "little")
+        assert run(memory.filled(four_bytes.PERMUTE.value, select), a, b) == int.from_bytes(want, "little")
 
 
 def test_levels_come_in_two_bytes() -> None:
@@ -126,7 +126,7 @@ def words_in_memory(bits: int) -> list[int]:
 
 def test_mixed_takes_each_bit_from_one_of_two_words() -> None:
     for a, b in zip(WORDS, reversed(WORDS), strict=True):
-        assert run(four_bytes.mix_text(0x0F0F0F0F), a, b) == a & 0x0F0F0F0F | b & 0xF0F0F0F0
+        assert run(memory.filled(four_bytes.MIX.value, 0x0F0F0F0F), a, b) == a & 0x0F0F0F0F | b & 0xF0F0F0F0
 
 
 @pytest.mark.parametrize("upper", [False, True])
@@ -134,7 +134,7 @@ def test_dotted_adds_two_products(upper: bool) -> None:
     for pair, four in zip(WORDS, reversed(WORDS), strict=True):
         low, high = struct.pack("<I", four)[2 * upper :][:2]
         want = 5 + (pair & 0xFFFF) * low + (pair >> 16) * high
-        assert run(four_bytes.dot_text(upper), pair, four, 5) == want & 0xFFFFFFFF
+        assert run((four_bytes.DOT_HIGH if upper else four_bytes.DOT_LOW).value, pair, four, 5) == want & 0xFFFFFFFF
 
 
 def test_squared_and_bits_set() -> None:
@@ -146,7 +146,7 @@ def test_squared_and_bits_set() -> None:
 @pytest.mark.parametrize("v", range(4))
 def test_flipped_negates_where_the_bit_is_set(v: int) -> None:
     for x, signs in zip(WORDS, reversed(WORDS), strict=True):
-        assert run(rotation.flip_text(1 << v), x, signs) == x ^ (signs >> v & 1) << 31
+        assert run(memory.filled(rotation.FLIP.value, 1 << v), x, signs) == x ^ (signs >> v & 1) << 31
 
 
 def test_the_parabola_gives_every_cell_its_rank() -> None:

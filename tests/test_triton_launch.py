@@ -4,9 +4,8 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +13,20 @@ import torch
 from thinwire.kernels.triton import compiling
 from thinwire.kernels.triton.prepared import Prepared
 
-NAMES = ("x", "stride", "numel", "rows", "wire", "SIZE")
+NAMES = ("x", "stride", "numel", "rows", "wire", "shape", "SIZE")
 X = torch.zeros(8)
 WIRE = torch.zeros(8, dtype=torch.uint8)
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": None}
+
+
+class Shape(NamedTuple):
+    """A structure, with another one in it."""
+
+    height: int
+    halves: tuple[int, int]
+
+
+SHAPE = Shape(16, (1, 1 << 40))
 
 
 class Kernel:
@@ -50,28 +59,37 @@ class Kernel:
 def start(kernel: Kernel, size: int = 4, numel: int = 32, rows: int = 32, **given: Any) -> None:
     known = {"numel": numel, "rows": rows, "unasked": 5}
     launch = Prepared(kernel, X.device, 7, 2, known, {"SIZE": size, "UNASKED": True})
-    launch(**{"wire": WIRE, "x": X, "stride": 3, **given})
+    launch(**{"wire": WIRE, "x": X, "stride": 3, "shape": SHAPE, **given})
+
+
+def started(kernel: Kernel) -> list[dict[str, Any]]:
+    """The launches of what it compiled."""
+    assert kernel.made is not None
+    assert not kernel.launches  # Triton's own way from arguments to a compiled kernel is long
+    return kernel.made.launches
 
 
 def test_arguments_find_their_places_by_name() -> None:
     kernel = Kernel()
     start(kernel)
     start(kernel, stride=48)
-    known = {"x": X, "numel": 32, "rows": 32, "wire": WIRE, "SIZE": 4}
-    assert kernel.made is not None
-    assert kernel.launches == [{**known, "grid": (7, 1, 1), "stride": 3, "num_warps": 2, **OPTIONS}]
-    assert kernel.made.launches == [{**known, "grid": (7, 1, 1), "stride": 48}]
+    known = {"x": X, "numel": 32, "rows": 32, "wire": WIRE, "SIZE": 4, "grid": (7, 1, 1)}
+    typical = Shape(3, (3, (1 << 40) + 3))
+    assert kernel.warmups == [{**known, "stride": 3, "shape": typical, "num_warps": 2, **OPTIONS}]
+    assert started(kernel) == [{**known, "stride": stride, "shape": SHAPE} for stride in (3, 48)]
 
 
-@pytest.mark.parametrize("other", [{"numel": 33}, {"numel": 1}, {"rows": 48}], ids=str)
-def test_another_length_of_the_same_kind_is_not_compiled_again(other: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [{"numel": 33}, {"numel": 1}, {"rows": 48}, {"shape": Shape(1, (32, 1 << 50))}, {"shape": Shape(-5, (0, 1 << 32))}],
+    ids=str,
+)
+def test_another_length_of_the_same_kind_is_not_compiled_again(other: dict[str, Any]) -> None:
     kernel = Kernel()
     start(kernel)
     start(kernel, **other)
-    assert kernel.made is not None
-    (again,) = kernel.made.launches
-    assert len(kernel.launches) == 1
-    assert other.items() <= again.items()
+    assert len(kernel.warmups) == 1
+    assert other.items() <= started(kernel)[1].items()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +101,7 @@ def test_another_length_of_the_same_kind_is_not_compiled_again(other: dict[str, 
         {"numel": 1 << 40},
         {"rows": 33},
         {"rows": 1},
+        {"shape": Shape(1 << 31, (1, 1 << 40))},
         {"size": 8},
     ],
     ids=lambda other: "".join(other),
@@ -91,15 +110,15 @@ def test_what_triton_distinguishes_is_compiled_by_itself(other: dict[str, Any]) 
     kernel = Kernel()
     start(kernel)
     start(kernel, **other)
-    assert len(kernel.launches) == 2
+    assert len(kernel.warmups) == 2
 
 
 def test_a_missing_and_a_surplus_name_are_slips_of_ours() -> None:
     launch = Prepared(Kernel(), X.device, 7, 2, {"numel": 32, "rows": 32}, {"SIZE": 4})
     with pytest.raises(AssertionError, match="wire"):
-        launch(x=X, stride=1)
+        launch(x=X, stride=1, shape=SHAPE)
     with pytest.raises(KeyError, match="numel"):
-        launch(x=X, stride=1, wire=WIRE, numel=2)
+        launch(x=X, stride=1, wire=WIRE, shape=SHAPE, numel=2)
 
 
 def test_integers_of_a_call_are_none_that_triton_specialises() -> None:
@@ -110,54 +129,54 @@ def test_integers_of_a_call_are_none_that_triton_specialises() -> None:
 # --- ahead ------------------------------------------------------------------------------------------------------------
 
 
+NOWHERE = {"x": X.to("meta"), "wire": WIRE.to("meta")}
+
+
 def test_kernels_are_compiled_ahead_each_once_several_at_a_time() -> None:
     kernel = Kernel()
     kernel.meet = threading.Barrier(2)  # breaks if one is compiled after the other
-    followed: list[str] = []
-
-    def follow(cases: Sequence[Any]) -> Iterable[Any]:
-        followed.extend(map(str, cases))
-        return cases
-
-    with compiling.compiling(follow):
-        start(kernel)
-        start(kernel, numel=33)
-        start(kernel, size=8)
-        assert not kernel.warmups
+    start(kernel, **NOWHERE)
+    start(kernel, numel=33, **NOWHERE)
+    start(kernel, size=8, **NOWHERE)
+    compiling.compiled()
     assert sorted(made["SIZE"] for made in kernel.warmups) == [4, 8]
     assert kernel.warmups[0].items() >= {"grid": (7, 1, 1), "num_warps": 2, "enable_fp_fusion": False}.items()
-    assert followed == ["some_kernel"] * 2
-    assert not kernel.launches
+    assert not started(kernel)
     start(kernel)
-    assert len(kernel.launches) == 1
+    assert len(kernel.warmups) == 2
+    assert len(started(kernel)) == 1
 
 
-def test_what_was_compiled_is_not_compiled_ahead_and_not_launched() -> None:
+def test_one_tensor_without_memory_is_enough() -> None:
     kernel = Kernel()
     start(kernel)
-    with compiling.compiling():
-        start(kernel)
-    assert kernel.made is not None
-    assert not kernel.warmups
-    assert not kernel.made.launches
+    start(kernel, wire=NOWHERE["wire"])
+    compiling.compiled()
+    assert len(kernel.warmups) == 1
+    assert len(started(kernel)) == 1
 
 
-def test_a_compiler_that_fails_says_so_and_launches_go_on() -> None:
+def test_a_launch_waits_for_the_compiler_that_was_begun() -> None:
+    kernel = Kernel()
+    kernel.meet = threading.Barrier(2)
+    start(kernel, **NOWHERE)
+    waiting = threading.Thread(target=start, args=[kernel])
+    waiting.start()
+    assert not started(kernel)
+    kernel.meet.wait(10)
+    waiting.join()
+    assert len(kernel.warmups) == len(started(kernel)) == 1
+
+
+def test_a_compiler_that_fails_says_so_and_the_next_launch_tries_again() -> None:
     kernel = Kernel()
     kernel.meet.abort()
-    with pytest.raises(threading.BrokenBarrierError), compiling.compiling():
-        start(kernel)
+    start(kernel, **NOWHERE)
+    with pytest.raises(threading.BrokenBarrierError):
+        compiling.compiled()
+    kernel.meet.reset()
     start(kernel)
-    assert len(kernel.launches) == 1
-
-
-def test_other_threads_launch_meanwhile() -> None:
-    kernel = Kernel()
-    with compiling.compiling():
-        other = threading.Thread(target=start, args=[kernel])
-        other.start()
-        other.join()
-    assert len(kernel.launches) == 1
+    assert len(started(kernel)) == 1
 
 
 @pytest.mark.parametrize(("rank", "seconds", "said"), [("0", 0.1, 1), ("1", 0.1, 0), ("0", 0.0, 0)])
@@ -166,19 +185,19 @@ def test_a_long_compilation_is_announced_once_a_machine(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(compiling, "PATIENCE_S", 0.02 if seconds else 60.0)
-    monkeypatch.setattr(compiling, "_told", threading.Event())
+    monkeypatch.setattr(compiling, "_announced", threading.Event())
     monkeypatch.setenv("LOCAL_RANK", rank)
     with caplog.at_level(logging.INFO, logger="thinwire"):
         for _ in range(2):
-            with compiling.telling("compiling things"):
+            with compiling.announcing("compiling things"):
                 time.sleep(seconds)
     assert ["compiling things" in text for text in caplog.messages] == [True] * said
 
 
-def test_one_rank_of_a_machine_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_rank_of_a_machine_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with compiling._alone(), lock_in(tmp_path).open() as another, pytest.raises(BlockingIOError):
+    with compiling._alone("one"), lock_in(tmp_path).open() as another, pytest.raises(BlockingIOError):
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock_in(tmp_path).open() as another:
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)

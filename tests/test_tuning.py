@@ -32,7 +32,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "_file", lambda device: path)
     monkeypatch.setattr(tuning, "_chosen", {})
     monkeypatch.setattr(tuning, "_measured", lambda *request: BEST)
-    monkeypatch.setattr(tuning, "_busy", lambda device: False)
+    monkeypatch.setattr(tuning, "_captured", lambda device: False)
     monkeypatch.setattr(tuning, "starved", lambda device: False)
     monkeypatch.setenv("THINWIRE_TUNE", "1")
     tuning._known.cache_clear()
@@ -99,7 +99,7 @@ def test_nothing_is_measured_where_it_cannot_be(file: Path, monkeypatch: pytest.
         now.setattr(tuning, "_measured", lambda *request: pytest.fail("measured"))
         assert choose(tuning.LARGE - 1) == table()
         assert choose(how=Identity().encoding(torch.float32)) == Config()
-        now.setattr(tuning, "_busy", lambda device: True)
+        now.setattr(tuning, "_captured", lambda device: True)
         assert choose() == table()
     assert not file.exists()
     assert choose() == BEST  # the next time

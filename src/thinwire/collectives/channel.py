@@ -156,7 +156,7 @@ class Channel:
         if not ordered:
             if not all(map(Tensor.is_contiguous, tensors)):
                 program = functools.partial(copying, program, written, ())
-            if self.stream is not None and (not site.known if first is None else first):
+            if not site.known if first is None else first:
                 self._compile(program, tensors, number)
         space = self._next_space(ordered) if async_op else None
         lost = None
@@ -191,11 +191,11 @@ class Channel:
         return self._turns[self._turn] if self._turns else None
 
     def _compile(self, program: Program, tensors: Sequence[Tensor], step: int) -> None:
-        """Compile the kernels of a program, all at once, before it first runs; in scratch that is not kept."""
-        space = Workspace(self.device, silent=True)
-        with kernels.compiling():
-            program(space, tensors, step)
+        """Compile the kernels of a program, all at once, before it first runs: on scratch without memory."""
+        space = Workspace(torch.device("meta"))
+        program(space, tensors, step)
         space.release()
+        kernels.compiled()
 
     def settle(self, site: CallSite) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""

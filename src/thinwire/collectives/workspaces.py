@@ -20,9 +20,9 @@ from thinwire.errors import CollectiveError
 class Workspace:
     """Scratch for one call at a time. It grows to the largest size that a call has needed."""
 
-    def __init__(self, device: torch.device, *, silent: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.silent = silent  # programs send nothing: they run only to have their kernels compiled
+        self.silent = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._users: weakref.WeakSet[Region[Any]] = weakref.WeakSet()  # who know where the buffer is
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels import reference
-from thinwire.kernels.schema import Encoding, Grid, LloydTable, TrellisTable, decoding, table_of
+from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, TrellisTable, decoding, table_of
 from thinwire.wire import HEADER_BYTES, Format, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 5  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
-_MOST_PARTS = 64  # of a fake quantisation; more threads find no work
+_MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -107,23 +107,12 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     return bool(_library().tw_fake_quantize(job, *tensors) != _BAD_SCALE)
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    *,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`. Sums are the same for any number of threads."""
-    job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
+    job = _fake(grid, of.x_OCI.shape, of.x_OCI.dtype, torch.get_num_threads())
     slices = job.cuts_o * job.cuts_i
-    partials = None if slices == 1 else torch.empty(slices, *scale_C.shape, 2, dtype=torch.float64)
-    tensors = x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C, partials
-    _library().tw_fake_quantize_grad(job, *[None if t is None else t.data_ptr() for t in tensors], factor)
+    partials = None if slices == 1 else torch.empty(slices, *of.scale_C.shape, 2, dtype=torch.float64)
+    _library().tw_fake_quantize_grad(job, *[None if t is None else t.data_ptr() for t in (*of, partials)], factor)
 
 
 @lru_cache(maxsize=1024)
@@ -198,7 +187,7 @@ def _template(how: Encoding, layout: Layout) -> bytes:
 
 def _run(name: str, job: _Job, *pointers: int | None) -> None:
     if getattr(_library(), name)(ctypes.byref(job), *pointers):
-        raise BackendError(f"native kernel {name} does not know this request; reinstall thinwire")
+        raise BackendError(f"native kernel {name} does not support this request; reinstall thinwire")
 
 
 def _library() -> ctypes.CDLL:

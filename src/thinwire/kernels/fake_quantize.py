@@ -1,4 +1,4 @@
-"""The definition of fake quantisation, in plain torch: a part of the reference.
+"""The definition of fake quantization, in plain torch: a part of the reference.
 
 Shape suffixes: O outer, C channels, I inner, as in `x.flatten(axis + 1).flatten(0, axis - 1)`.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.schema import Grid
+from thinwire.kernels.schema import FakeGradients, Grid
 
 
 class _Placed(NamedTuple):
@@ -32,27 +32,17 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     return bool(at.scale_C1.isfinite().all()) if x_OCI.device.type == "cpu" else None
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    *,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`, added in doubles."""
-    at = _place(grid, x_OCI, scale_C, shift_C)
+    at = _place(grid, of.x_OCI, of.scale_C, of.shift_C)
     outside = _outside(grid, at)
-    if dx_OCI is not None:
-        dx_OCI.copy_(grad_OCI.masked_fill(outside, 0))
-    g_OCI = grad_OCI.double()
+    if of.dx_OCI is not None:
+        of.dx_OCI.copy_(of.grad_OCI.masked_fill(outside, 0))
+    g_OCI = of.grad_OCI.double()
     ds_C = (g_OCI * torch.where(outside, at.codes(), at.r_OCI - at.v_OCI)).sum((0, 2))
     db_C = g_OCI.masked_fill(~outside, 0).sum((0, 2))
-    sums_2C[0] = factor * ds_C
-    sums_2C[1] = factor * (db_C if grid.offset else -at.scale_C1[:, 0] * db_C)
+    of.sums_2C[0] = factor * ds_C
+    of.sums_2C[1] = factor * (db_C if grid.offset else -at.scale_C1[:, 0] * db_C)
 
 
 def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -> _Placed:

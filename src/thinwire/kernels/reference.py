@@ -453,7 +453,7 @@ def _floor_bf16(x: Tensor) -> Tensor:
 
 
 def _hadamard(z_KB: Tensor) -> Tensor:
-    """Walsh-Hadamard transform, not normalised, strides from B/2 down to 1."""
+    """Walsh-Hadamard transform, not normalized, strides from B/2 down to 1."""
     codes = z_KB.shape[1]
     stride = codes // 2
     while stride:
@@ -494,7 +494,9 @@ def _divided(x: Tensor, by: float) -> Tensor:
 
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
-    """out = x at `index`, where x becomes 0; so does the memory at `gaps`."""
+    """out = x at `index`, where x becomes 0; so does the memory at `gaps`. Nothing where out has no memory."""
+    if out.is_meta:
+        return
     torch.index_select(x, 0, index, out=out)
     x.index_fill_(0, index, 0)
     if memory is not None and gaps is not None:
@@ -502,5 +504,6 @@ def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
-    """x at `index` = values."""
-    x.index_copy_(0, index, values)
+    """x at `index` = values; nothing where they have no memory."""
+    if not values.is_meta:
+        x.index_copy_(0, index, values)

@@ -2,14 +2,15 @@
 
 Here they are defined, row by row, by the operations of a backend; `triton.row_launch` does the same in one launch each.
 Both give callables that are made once and called at every step. `wires` is a uint8 tensor whose rows start `stride`
-bytes apart, and `mixed` stands for the step (hashing.row_step).
+bytes apart, and `mixed` stands for the step (hashing.row_step). Where it has no memory (device "meta"), a call computes
+nothing: its kernel is compiled, if it has one.
 
-Feedback: what is encoded is x + factor * memory, and `left` is where the next of these operations finds what it needs:
+Feedback: x + factor * memory is encoded, and `left` passes data from one of these operations to the next:
 
-| mode | encode leaves | recode of the own row leaves | decode remembers, if all is finite |
+| mode | encode writes to left | recode of the own row writes to left | decode updates, if all is finite |
 |---|---|---|---|
-| "classic" | what was lost | what the sum lost | memory = share * left |
-| "ef21" | what the wire says | the own part less the sum | memory += share * left, of the own row left + result |
+| "classic" | the encoding error | the error of the sum | memory = share * left |
+| "ef21" | the decoded wire | the own part less the sum | memory += share * left, of the own row left + result |
 
 share is 1 for the own row and `scale` for others. With "ef21" the result is added to `mean`, which is remembered too.
 """
@@ -23,7 +24,6 @@ from torch import Tensor
 from thinwire import wire as wire_format
 from thinwire.kernels import dispatch, hashing
 from thinwire.kernels.schema import RowJob
-from thinwire.kernels.triton.compiling import is_ahead
 from thinwire.ranges import ranged
 
 
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """Where calls are noted that met numbers which are not finite: (the last such call, how many there were)."""
+    """Records calls that met non-finite numbers: (the last such call, how many there were)."""
 
     noted: Tensor  # two int32
     call: int  # the number of this one
@@ -73,7 +73,7 @@ def encoder(
     backend = dispatch.select(job.device)
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
-        if is_ahead():
+        if wires.is_meta:
             return
         x = x.view(-1)
         for row in range(job.rows.short + 1):
@@ -108,7 +108,7 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     numel = end - begin
 
     def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
-        if is_ahead():
+        if wires.is_meta:
             return
         step = hashing.row_step(mixed, row)
         rotation = _rotation(job, step)
@@ -160,7 +160,7 @@ def decoder(
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
     ) -> None:
-        if is_ahead():
+        if wires.is_meta:
             return
         out = out.view(-1)
         if feedback is None and bad is not None:
@@ -194,7 +194,7 @@ def scanner(job: RowJob, world: int = 1) -> Scan:
 
 def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
     """Count the call once, if a wire of it is not finite."""
-    if is_ahead():
+    if wires.is_meta:
         return
     fine = all(
         bool(wire_format.all_finite(job.layout(row), _row(wires, job, row, world))) for row in range(job.rows.short + 1)

@@ -1,8 +1,8 @@
-"""What a kernel is asked to do: the types shared by every backend, and the constants that define the codes."""
+"""Requests to kernels: the types shared by every backend, and the constants that define the codes."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class RowJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers of a fake quantiser and its gradients. A channel has a scale s and a shift.
+    """The integers of a fake quantizer and its gradients. A channel has a scale s and a shift.
 
     The shift is a real offset b (z = 0), or a zero point (b = 0), rounded and brought into the range to be z:
 
@@ -86,14 +86,25 @@ class Grid:
     paper: bool = False  # True => the outer half-steps are outside, as in the LSQ paper; False => inside, as in torch
 
 
+class FakeGradients(NamedTuple):
+    """The tensors of a fake quantizer's backward pass. Of the outputs, dx may be unwanted."""
+
+    x_OCI: Tensor
+    grad_OCI: Tensor
+    scale_C: Tensor
+    shift_C: Tensor | None
+    dx_OCI: Tensor | None  # output
+    sums_2C: Tensor  # output: ds above db or dz
+
+
 class Backend(Protocol):
     """The operations of a kernel backend, and whether it can run. Modules serve as backends.
 
     Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire per row.
     `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
-    byte of its output. Where wires are read, rotation None says that nobody looked at their headers yet: the operation
-    checks them, takes the key from there, and raises WireError if one does not fit, or where that would make the host
-    wait for a device, gives NaN.
+    byte of its output. Where wires are read, rotation None means that their headers are unchecked: the operation checks
+    them, takes the key from there, and raises WireError on a mismatch; where that would make the host wait for a
+    device, it returns NaN instead.
     """
 
     def serves(self, device: torch.device) -> bool:
@@ -134,22 +145,11 @@ class Backend(Protocol):
     ) -> bool | None:
         """out = y of `Grid`; without a shift b and z are 0. x and out are contiguous, channels in the middle.
 
-        False says that a scale is none, None that it would take a wait for a device to know.
+        False: a scale is invalid. None: unknown without waiting for a device.
         """
 
-    def fake_quantize_grad(
-        self,
-        grid: Grid,
-        x_OCI: Tensor,
-        grad_OCI: Tensor,
-        scale_C: Tensor,
-        shift_C: Tensor | None,
-        dx_OCI: Tensor | None,
-        sums_2C: Tensor,
-        *,
-        factor: float,
-    ) -> None:
-        """dx and the parameters' gradients of `Grid`, ds above db or dz; no dx where nobody wants it.
+    def fake_quantize_grad(self, grid: Grid, of: FakeGradients, factor: float) -> None:
+        """dx and the parameters' gradients of `Grid`.
 
         dx is the same bytes from every backend. The order of the sums is the backend's own. The second row need only
         be written where there is a shift.
@@ -171,7 +171,7 @@ class LevelTable:
 
 @dataclass(frozen=True)
 class LloydTable(LevelTable):
-    """A Lloyd-Max quantiser of the unit Gaussian.
+    """A Lloyd-Max quantizer of the unit Gaussian.
 
     The cells of |y| are grouped at `edges`, and a group decodes to a multiple of its level. Distortion is within 0.13 %
     of the real-valued optimum, and sums of products of cells and levels are exact in 32-bit integers, in any order.
@@ -216,7 +216,7 @@ LLOYD_REACH = 4.0  # in a rotated block the errors of many codes can meet in one
 OTHER_REACH = 1 + 2.0**-5  # block integers and casts: half a step and the rounding of the scale
 
 # [Note: Three domains]
-# A block whose peak is tiny is multiplied by 2**64 before it is quantised, one whose peak is huge by 2**-32, so that
+# A block whose peak is tiny is multiplied by 2**64 before it is quantized, one whose peak is huge by 2**-32, so that
 # scales, their inverses and sums neither overflow nor fall into subnormals. Powers of two are exact, so the codes are
 # those of the block itself. A tiny block says so in the sign bit of its scale, which is otherwise unused. In the middle
 # domain the squares of a block are safe as well; outside it, where squares are needed, its peak is brought to [1, 2).
@@ -228,5 +228,5 @@ HUGE_PEAK = 2.0**48  # peak, or a stored scale, from it on => lowered
 
 @lru_cache(maxsize=256)
 def decoding(format: Format) -> Encoding:
-    """A format where an encoding is asked for, and the encoder's choices do not matter."""
+    """The encoding of a format that is only decoded, where the encoder's choices do not matter."""
     return Encoding(format)

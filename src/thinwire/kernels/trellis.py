@@ -6,8 +6,8 @@ bit p and index bits q, as p + 2 q. Along a strand, with zeros before its start,
     index[i] = 4 q[i] + 2 (p[i] ^ p[i-2]) + p[i-1]
 
 is the place of the element's level among the 2 ** (bits + 1) levels of the table. So a code has a choice between half
-of the levels, and which half it is depends on the path bits before. The two lowest bits of an index tell four subsets
-of levels apart, whose cost is their distance to the element. A path ends in one of four states, p[i] + 2 p[i-1]; of the
+of the levels, and which half depends on the path bits before. The two lowest bits of an index name one of four
+subsets of levels, whose cost is its distance to the element. A path ends in one of four states, p[i] + 2 p[i-1]; of the
 two paths that lead to a state the cheaper one is kept.
 
 Shape suffixes: K blocks, B codes of a block, L positions of a strand, S strands.

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.errors import QatError
-from thinwire.kernels import Grid, packing, select
+from thinwire.kernels import FakeGradients, Grid, packing, select
 from thinwire.kernels.fake_quantize import codes_of, values_of
 from thinwire.qat.agreement import is_sharded
 from thinwire.qat.lsq import LSQ
@@ -192,8 +192,8 @@ class WeightCodes:
             laid = coding.lay_out(shard, scale)
             views = laid.view(shard), laid.view(grad.to(shard.dtype))
             factor = gradient_factor(self.shape.numel(), self._every, coding.grid, self.quantizer.scale_gradient)
-            kernel = select(shard.device).fake_quantize_grad
-            kernel(coding.grid, *views, scale, offset, laid.view(dx), sums_2C, factor=factor)
+            of = FakeGradients(*views, scale, offset, laid.view(dx), sums_2C)
+            select(shard.device).fake_quantize_grad(coding.grid, of, factor)
         dscale, doffset = map(self._held, sums_2C)
         return ShardGradients(dx, dscale, None if offset is None else doffset)
 

@@ -23,7 +23,7 @@ from torch.library import custom_op
 from torch.nn import Parameter
 
 from thinwire.errors import QatError, QatStateError, QatTypeError
-from thinwire.kernels import Grid, select
+from thinwire.kernels import FakeGradients, Grid, select
 
 Gradient = Literal["torch", "lsq"]
 MOST_LEVELS = 1 << 20  # of a range; kernels round in fp32
@@ -217,7 +217,7 @@ def _gradients(
         factor = gradient_factor(x.numel(), scale.numel(), how.grid, how.scale_gradient)
         views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
-        select(x.device).fake_quantize_grad(how.grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
+        select(x.device).fake_quantize_grad(how.grid, FakeGradients(*views, *parameters, dx_OCI, sums_2C), factor)
     return dx if want_dx else x.new_empty(0), sums_2C
 
 

@@ -1,8 +1,8 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
-tile.py says how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are the
-kernels of the codecs; launch.py starts them in the configuration that tuning.py gives, and compiling.py compiles
-several at once. fake.py and fake_launch.py are the same for fake quantisation. Under Triton's interpreter
+tile.py describes how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are
+the kernels of the codecs; launch.py starts them in the configuration that tuning.py chooses, and compiling.py compiles
+several at once. fake.py and fake_launch.py are the same for fake quantization. Under Triton's interpreter
 (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests of their logic.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.schema import Encoding, Grid, decoding
+from thinwire.kernels.schema import Encoding, FakeGradients, Grid, decoding
 from thinwire.wire import CastVariant, Format, Kind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,9 +36,9 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.version.hip is not None:
-        return "the kernels are written for NVIDIA cards, and this torch is built for ROCm"
+        return "the kernels support NVIDIA GPUs only, and this torch is built for ROCm"
     if torch.cuda.get_device_capability() < (8, 0):
-        return "the kernels need a card of compute capability 8.0 (Ampere) or newer"
+        return "the kernels need a GPU of compute capability 8.0 (Ampere) or newer"
     return None
 
 
@@ -95,29 +95,16 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     """out = y of `Grid`. Doubles are left to the reference."""
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
-        return
-    _, fake_launch, _ = _modules()
-    fake_launch.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+    else:
+        _modules()[1].fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    *,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`. Doubles are left to the reference."""
-    tensors = (x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C)
-    if x_OCI.dtype == torch.float64:
-        reference.fake_quantize_grad(grid, *tensors, factor=factor)
-        return
-    _, fake_launch, _ = _modules()
-    fake_launch.fake_quantize_grad(grid, *tensors, factor)
+    if of.x_OCI.dtype == torch.float64:
+        reference.fake_quantize_grad(grid, of, factor)
+    else:
+        _modules()[1].fake_quantize_grad(grid, of, factor)
 
 
 def fused_rows(format: Format, device: torch.device) -> ModuleType | None:
@@ -130,7 +117,7 @@ def fused_rows(format: Format, device: torch.device) -> ModuleType | None:
 
 
 def _has(format: Format, device: torch.device) -> bool:
-    """Whether a format has kernels here: all but plain doubles, and e4m3 on cards that do not know it."""
+    """Whether a format has kernels here: all but plain doubles, and e4m3 on GPUs that lack it."""
     if format.kind == Kind.CAST and format.variant == CastVariant.E4M3 and device.type == "cuda":
         return _capability(device) >= (8, 9)
     return format.bits != 64

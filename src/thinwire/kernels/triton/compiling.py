@@ -1,90 +1,65 @@
-"""Kernels compiled before they are launched, several at once; and a word to whoever waits for a compiler.
+"""Kernels compiled in the background, several at once; and a word to whoever waits for a compiler.
 
-[Note: Compiled ahead] Inside `compiling()` a launch notes its kernel and does nothing else, so that the calls
-themselves say which kernels they need. A third of a compilation is Python and the rest is not, so that threads make
-several kernels two to three times as fast as one after the other. Kernels in Triton's cache take milliseconds.
+[Note: Compiled ahead] A launch on tensors of the meta device, which have no memory, computes nothing: it only has its
+kernel compiled, and does not wait for that. So a series of launches on such tensors says which kernels it needs, and
+`compiled` waits for all of them. A third of a compilation is Python and the rest is not, so that threads make several
+kernels two to three times as fast as one after the other. Kernels in Triton's cache take milliseconds.
 """
 
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from thinwire.kernels.triton import INTERPRETED
 from thinwire.log import announce
 
 PATIENCE_S = 1.0  # what takes longer is announced
 MOST_THREADS = 8
-_told = threading.Event()
+_LOCKS = 64  # files; kernels that share one are compiled one after the other
+_announced = threading.Event()
+_begun: list[Future[Any]] = []  # since `compiled` was last called
 
 
-@dataclass(frozen=True)
-class Noted:
-    """A kernel to compile."""
-
-    name: str
-    compile: Callable[[], None]
-
-
-noted: ContextVar[dict[Hashable, Noted] | None] = ContextVar("noted", default=None)  # None where launches launch
+def begin(name: str, make: Callable[[], Any]) -> Future[Any]:
+    """Compile a kernel in a thread. name: the same in all processes that compile the same kernel."""
+    future = _pool().submit(_make, name, make)
+    _begun.append(future)
+    return future
 
 
-def is_ahead() -> bool:
-    """Whether launches only note their kernels, so that nothing is there to be sent or read."""
-    return noted.get() is not None
-
-
-@contextmanager
-def compiling(follow: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Iterator[None]:
-    """Launches inside do nothing; when it ends, their kernels are compiled. [Note: Compiled ahead]
-
-    follow: hands on what is to be waited for, each with the name of its kernel as `str`, and may show how far it is.
-    The interpreter has nothing to compile: there, and on the CPU, calls do their work.
-    """
-    kernels: dict[Hashable, Noted] = {}
-    token = noted.set(None if INTERPRETED else kernels)
-    try:
-        yield
-    finally:
-        noted.reset(token)
-    if not kernels:
-        return
+def compiled() -> None:
+    """Wait for the kernels that were begun, and raise what a compiler raised."""
+    waiting = _begun.copy()
+    _begun.clear()
     start = time.perf_counter()
-    with telling(f"compiling {len(kernels)} GPU kernels"), _alone(), ThreadPoolExecutor(_threads()) as pool:
-        waits = [_Wait(kernel.name, pool.submit(kernel.compile)) for kernel in kernels.values()]
-        try:
-            for wait in follow(waits):
-                wait.done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with announcing(f"compiling {len(waiting)} GPU kernels"):
+        for future in waiting:
+            future.result()
     seconds = time.perf_counter() - start
     if seconds > PATIENCE_S:
-        tell(f"compiled {len(kernels)} GPU kernels in {seconds:.0f} s")
+        say(f"compiled {len(waiting)} GPU kernels in {seconds:.0f} s")
 
 
-@dataclass(frozen=True)
-class _Wait:
-    name: str
-    done: Future[None]
-
-    def __str__(self) -> str:
-        return self.name
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(2, min(MOST_THREADS, os.cpu_count() or 2)), "thinwire-compiler")
 
 
-def _threads() -> int:
-    return max(2, min(MOST_THREADS, os.cpu_count() or 2))
+def _make(name: str, make: Callable[[], Any]) -> Any:
+    with _alone(name):
+        return make()
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Ranks of a machine need the same kernels: one at a time compiles, and the next find them in Triton's cache."""
+def _alone(name: str) -> Iterator[None]:
+    """Ranks of a machine need the same kernels: one rank compiles each, and the others find it in Triton's cache."""
     from triton import knobs  # here, where it is imported already
 
     with ExitStack() as stack:
@@ -93,18 +68,19 @@ def _alone() -> Iterator[None]:
 
             folder = Path(knobs.cache.dir)
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / f"thinwire-{platform.node()}.lock").open("w"))
+            file = folder / f"thinwire-{platform.node()}-{zlib.crc32(name.encode()) % _LOCKS}.lock"
+            lock = stack.enter_context(file.open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def announcing(what: str) -> Iterator[None]:
     """Announce `what`, and where its result is kept, if what is done inside takes long; once per process."""
-    if _told.is_set():
+    if _announced.is_set():
         yield
         return
-    timer = threading.Timer(PATIENCE_S, _tell_once, [what])
+    timer = threading.Timer(PATIENCE_S, _announce_once, [what])
     timer.daemon = True
     timer.start()
     try:
@@ -113,14 +89,14 @@ def telling(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _tell_once(what: str) -> None:
+def _announce_once(what: str) -> None:
     from triton import knobs  # here, where it is imported already
 
-    _told.set()
-    tell(f"{what}, some seconds each; kept for later runs in {knobs.cache.dir}")
+    _announced.set()
+    say(f"{what}, some seconds each; kept for later runs in {knobs.cache.dir}")
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     """Announce on the first rank of a machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         announce(text)

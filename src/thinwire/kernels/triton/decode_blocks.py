@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels import schema
-from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, wide
+from thinwire.kernels.triton.frame import Norms, check_headers, wide
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, SIGN_BIT, bits_of, float_of
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import BF16_MAX, FLOAT_MAX
-from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from, worst_scale
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of, worst_scale
 from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, added, anywhere, load, piece, position, store, times
 
 LLOYD_REACH = tl.constexpr(schema.LLOYD_REACH)
@@ -22,33 +22,22 @@ OTHER_REACH = tl.constexpr(schema.OTHER_REACH)
 FP16_MAX = tl.constexpr(65504.0)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def decode_kernel(
-    wire, out, levels, stride, world,
-    head0, head1, head2, key_low, key_high, numel_low, numel_high,
-    full, length, span,
-    scales_at, minima_at, plane0, plane1, plane2,
-    norm, tail_norm,
+    wire, out, levels, stack, rotation, norms, frame,
     T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CHECK: tl.constexpr, CALM: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * sum over ranks, in rank order in fp32, of decode(wire). norm: scale, over sqrt(codes) if rotated.
+    """out = scale * sum over ranks, in rank order in fp32, of decode(wire).
 
-    CHECK: the headers are compared on the device and the key is theirs; where they differ the sum is NaN. CALM: norm is
-    so small that a usual sum stays inside the range of the output.
+    CHECK: the headers are compared on the device and the key is theirs; where they differ the sum is NaN. CALM: norms
+    are so small that a usual sum stays inside the range of the output.
     """
-    stride = wide(stride)
-    keys = (key_low, key_high)
     if CHECK:
-        header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
-        key_low, key_high, fine = check_headers(wire, stride, world, header, T.rotated)
-        keys = (key_low, key_high)
-        norm = tl.where(fine, norm, float("nan"))
-        tail_norm = tl.where(fine, tail_norm, float("nan"))
-    offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
+        rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
+        norms = Norms(tl.where(fine, norms.full, float("nan")), tl.where(fine, norms.tail, float("nan")))
     sink = Sink(out, out, out, out, 1.0, False, True, out, 0)
-    wires = Wires(offsets.scales, offsets.minima, offsets.planes, stride, world, levels, -1)
-    norms = (norm, tail_norm)
-    decode_blocks(sink, wire, wires, keys, norms, full, length, span, T, TAIL, WORLD, CALM, ALONE, False)
+    wires = wires_of(stack, frame, levels, -1)
+    decode_blocks(sink, wire, wires, rotation, norms, frame, T, TAIL, WORLD, CALM, ALONE, False)
 
 
 class Sink(NamedTuple):
@@ -67,22 +56,25 @@ class Sink(NamedTuple):
 
 @triton.jit
 def decode_blocks(
-    sink, wire, wires, keys, norms, full, length, span,
+    sink, wire, wires, rotation, norms, frame,
     T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """The program's blocks of wires whose sections are given by their offsets. COUNT: see `Sink.bad`."""
     program = tl.program_id(0)
-    if program < tl.cdiv(full, T.rows):
+    if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
         there = wires_from(wire, wires, first, T)
-        _decode(sink, there, keys, norms[0], first, full, T.block, T.span, T, WORLD, CALM, MODE, COUNT)
+        _decode(sink, there, rotation, norms.full, first, frame.full, T.block, T.span, T, WORLD, CALM, MODE, COUNT)
     elif TAIL:
-        is_last = (length > 0) & (program == tl.cdiv(full, T.rows))
+        is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
         if is_last:
-            first = wide(full)
+            first = wide(frame.full)
             there = wires_from(wire, wires, first, T)
-            _decode(sink, there, keys, norms[1], first, full + 1, length, span, T.ragged, WORLD, CALM, MODE, COUNT)
+            _decode(
+                sink, there, rotation, norms.tail, first, frame.full + 1, frame.length, frame.span,
+                T.ragged, WORLD, CALM, MODE, COUNT,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import finish, leave
-from thinwire.kernels.triton.frame import CHANGING, Sections, sections, wide, write_frame
+from thinwire.kernels.triton.frame import offsets_of, sections, wide, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.memory import load_floats
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, domain_factor, float_of, size_bits, undo
@@ -23,7 +23,9 @@ from thinwire.kernels.triton.tiles import (
     RESIDUAL,
     added,
     anywhere,
+    fused,
     load,
+    minus,
     piece,
     position,
     store,
@@ -31,31 +33,16 @@ from thinwire.kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=CHANGING)
-def encode_kernel(
-    x, residual, wire, cells,
-    head0, head1, head2, key_low, key_high, numel_low, numel_high, dither_low, dither_high,
-    full, length, span,
-    scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
-    root, tail_root,
-    T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were.
-
-    full: blocks but a short last one, which has `length` elements and codes in lanes of `span`. root: 1 / sqrt(codes).
-    """
-    program = tl.program_id(0)
-    if program == 0:
-        header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
-        write_frame(wire, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
-    source = Source(x, residual, residual, 1.0)
-    offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
-    keys = ((key_low, key_high), (dither_low, dither_high))
-    encode_blocks(source, wire, cells, keys, (root, tail_root), offsets, full, length, span, T, TAIL, MODE)
+@triton.jit
+def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr):
+    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    if tl.program_id(0) == 0:
+        write_frame(wire, frame, keys.rotation)
+    encode_blocks(Source(x, residual, residual, 1.0), wire, cells, keys, frame, T, TAIL, MODE)
 
 
 class Source(NamedTuple):
-    """What is encoded, and where what is left goes; see the modes above."""
+    """What is encoded, and where the rest goes; tiles.py has the modes."""
 
     x: Any
     memory: Any
@@ -64,30 +51,28 @@ class Source(NamedTuple):
 
 
 @triton.jit
-def encode_blocks(
-    source, wire, cells, keys, roots, offsets, full, length, span,
-    T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """The program's blocks. keys: of the rotation, of the dither. roots: of a full block, of the short last one."""
+def encode_blocks(source, wire, cells, keys, frame, T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr):
+    """The program's blocks."""
     program = tl.program_id(0)
-    if program < tl.cdiv(full, T.rows):
+    offsets = offsets_of(frame)
+    if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
         target = sections(wire, offsets, first, T)
         if T.pieces:
-            _encode_pieces(source, target, keys[1], first, wide(T.block), wide(T.span), T, MODE)
+            _encode_pieces(source, target, keys.dither, first, wide(T.block), wide(T.span), T, MODE)
         else:
-            tile_at = position(first, full, T.block, T.span, T)
-            _encode_tile(source, target, cells, keys, roots[0], tile_at, T, MODE)
+            tile_at = position(first, frame.full, T.block, T.span, T)
+            _encode_tile(source, target, cells, keys, frame.root, tile_at, T, MODE)
     elif TAIL:
-        is_last = (length > 0) & (program == tl.cdiv(full, T.rows))
+        is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
         if is_last:
-            first = wide(full)
+            first = wide(frame.full)
             target = sections(wire, offsets, first, T)
             if T.ragged.pieces:
-                _encode_pieces(source, target, keys[1], first, wide(length), wide(span), T.ragged, MODE)
+                _encode_pieces(source, target, keys.dither, first, wide(frame.length), wide(frame.span), T.ragged, MODE)
             else:
-                tail_at = position(first, full + 1, length, span, T.ragged)
-                _encode_tile(source, target, cells, keys, roots[1], tail_at, T.ragged, MODE)
+                tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
+                _encode_tile(source, target, cells, keys, frame.tail_root, tail_at, T.ragged, MODE)
 
 
 @triton.jit
@@ -107,14 +92,14 @@ def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr, MODE: t
 def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr):
     """Write the scales and codes of a tile; what a decoder will make of them, if READ."""
     if T.gaussian:
-        scale, values = _put_lloyd(tile, target, cells, keys[0], root, at, T, READ)
+        scale, values = _put_lloyd(tile, target, cells, keys.rotation, root, at, T, READ)
         minimum = scale
     else:
         extent = extent_of(tile, at, T)
         factor = domain_factor(extent.peak)
-        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, keys[1], at, T)
+        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, keys.dither, at, T)
     if READ:
-        return _decoded(values, scale, minimum, root, keys[0], at, T)
+        return _decoded(values, scale, minimum, root, keys.rotation, at, T)
     else:
         return tile
 
@@ -157,12 +142,9 @@ def _input(source, last, at, T: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def carried(tile, memory, factor, MODE: tl.constexpr):
-    """A tile and what is remembered of earlier ones, together."""
+    """The tile plus the memory of earlier ones, as MODE adds them."""
     if MODE == CHANGE:
-        done = ()
-        for i in tl.static_range(len(tile)):
-            done = done + (tl.fma(memory[i], factor, tile[i]),)
-        return done
+        return fused(memory, factor, tile)
     elif MODE == OWED:
         return added(tile, times(memory, factor))
     else:
@@ -184,7 +166,7 @@ def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.
     """Rotate, write scales and codes; (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     tile, power, unit, up, post, bad = in_domain(tile, one, one, T)
-    if T.rotated:  # by a transform that is not normalised: the sum of squares is the mean square after it
+    if T.rotated:  # by a transform that is not normalized: the sum of squares is the mean square after it
         tile = hadamard(flip(tile, keys, at, T), at, T)
     else:
         power = per_code(power, at, T)
@@ -197,7 +179,7 @@ def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.
 
 @triton.jit
 def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
-    """What a decoder will make of values under the scales that were stored."""
+    """What a decoder will read: the codes' values under the stored scales."""
     bits = stored << 16
     lifted = bits < 0
     huge = is_huge(bits)
@@ -223,29 +205,27 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
 
 @triton.jit
 def _store_left(source, tile, read, at, T: tl.constexpr, MODE: tl.constexpr):
-    """What `MODE` says of a tile that the wire says `read` of."""
+    """Store what MODE leaves of a tile that decodes to `read`."""
     target = source.left + at.first * T.block
     if MODE == CHANGE:
         store(target, read, at, T)
     else:
-        left = ()
-        for i in tl.static_range(T.size):
-            left = left + (tile[i] - read[i],)
+        left = minus(tile, read)
         if MODE == RESIDUAL:
-            left = _mended(left, read, target, at, T)
+            left = _restored(left, read, target, at, T)
         store(target, left, at, T)
 
 
 @triton.jit
-def _mended(left, read, target, at, T: tl.constexpr):
-    """What was there before, where what the wire says is not finite."""
+def _restored(left, read, target, at, T: tl.constexpr):
+    """The previous residual where the decoded value is not finite."""
     worst = size_bits(read[0])
     for i in tl.static_range(1, T.size):
         worst = tl.maximum(worst, size_bits(read[i]))
     if anywhere(worst) >= INF_BITS:
         before = load(target, at, T)
-        mended = ()
+        restored = ()
         for i in tl.static_range(T.size):
-            mended = mended + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
-        left = mended
+            restored = restored + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
+        left = restored
     return left

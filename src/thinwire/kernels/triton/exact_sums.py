@@ -3,7 +3,7 @@
 A scale has 8 bits. Let a unit be the last bit of the smallest scale of a block that is not zero: if no scale is too far
 above, all are integers of 16 bits in that unit, and so many of them times a small value add up to less than 2**24. Then
 no sum of the reference is ever rounded, and any order and form of the sum gives its bytes. Here four wires change place
-with the four neighbours in their words, and one instruction multiplies and adds two scales and two codes.
+with the four neighbors in their words, and one instruction multiplies and adds two scales and two codes.
 """
 
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _levels_of(four, table, T: tl.constexpr):
-    """(below, above) of the codes in four words, as bytes: of each place and neighbour those of all words.
+    """(below, above) of the codes in four words, as bytes: of each place and neighbor those of all words.
 
     table: of 4 bits two words of the negative levels + 255, and two of the positive ones.
     """

@@ -1,53 +1,72 @@
-"""Fake quantisation, forward and backward in one pass each. `schema.Grid` has the formulas.
+"""Fake quantization, forward and backward in one pass each. `schema.Grid` has the formulas.
 
 A tensor (outer, channels, inner) is a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. BY_ROW the
-rows are outer times channels, a row has one channel, and the tiles are neighbours in their rows; else the columns are
+rows are outer times channels, a row has one channel, and the tiles are neighbors in their rows; else the columns are
 channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once
 per program, and the sum over its tiles is written once, a number for each of its rows or columns: [Note: Partial sums]
 in fake_launch.py.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.numbers import ROUNDER
 
-_PLAIN = ("rows", "channels", "inner", "steps")  # of `columns` it matters whether rows start on 16 bytes
+
+class Shape(NamedTuple):
+    """Of the matrix, and the tiles of a program: an argument of kernels.
+
+    `columns` is one of its own, as Triton distinguishes whether it is a multiple of 16: so rows start on 16 bytes.
+    """
+
+    rows: Any
+    channels: Any
+    inner: Any
+    steps: Any
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+class Range(NamedTuple):
+    """Of the integers: an argument of kernels."""
+
+    low: Any
+    high: Any
+
+
+@triton.jit
 def forward_kernel(
     x, out, scale, shift,
-    rows, columns, channels, inner, steps, quant_min, quant_max,
+    shape, columns, integers,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
     SHIFT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """out = y. FAR: a tile reaches over 2**31 elements; SHIFT: there is one, and by OFFSET it is an offset."""
-    row, column, _place, _parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
-    channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
-    s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
-    for _ in range(steps):
-        start, at, inside, whole = _tile(row, column, rows, columns, ROWS, COLUMNS, FAR)
+    row, column, _place, _parts = _first(shape, columns, ROWS, COLUMNS, BY_ROW)
+    channel, known = _channels(row, column, shape, columns, ROWS, COLUMNS, BY_ROW)
+    s, inverse, b, low, high = _grid(scale, shift, channel, known, integers, BY_ROW, SHIFT, OFFSET)
+    for _ in range(shape.steps):
+        start, at, inside, whole = _tile(row, column, shape.rows, columns, ROWS, COLUMNS, FAR)
         _v, r = _place_on(_load(x + start, at, inside, whole), inverse, b, low, high)
         _store(out + start, at, _clamp(r, low, high) * s + b, inside, whole)
         row, column = _next(row, column, ROWS, COLUMNS, BY_ROW)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit
 def backward_kernel(
     x, grad, dx, partial, scale, shift,
-    rows, columns, channels, inner, steps, quant_min, quant_max, factor,
+    shape, columns, integers, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
     SHIFT: tl.constexpr, OFFSET: tl.constexpr, PAPER: tl.constexpr, WANT_DX: tl.constexpr,
 ):  # fmt: skip
     """dx and the program's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
-    row, column, place, parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
-    channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
-    s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
+    row, column, place, parts = _first(shape, columns, ROWS, COLUMNS, BY_ROW)
+    channel, known = _channels(row, column, shape, columns, ROWS, COLUMNS, BY_ROW)
+    s, inverse, b, low, high = _grid(scale, shift, channel, known, integers, BY_ROW, SHIFT, OFFSET)
     ds = tl.zeros((ROWS, COLUMNS), tl.float32)
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(steps):
-        start, at, inside, whole = _tile(row, column, rows, columns, ROWS, COLUMNS, FAR)
+    for _ in range(shape.steps):
+        start, at, inside, whole = _tile(row, column, shape.rows, columns, ROWS, COLUMNS, FAR)
         g = _load(grad + start, at, inside, whole)
         v, r = _place_on(_load(x + start, at, inside, whole), inverse, b, low, high)
         if PAPER:
@@ -76,9 +95,10 @@ def backward_kernel(
 
 
 @triton.jit
-def _first(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
+def _first(shape, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
     """First row and column of the first tile, where its sums go, and how many numbers there are for each sum."""
     program = tl.program_id(0).to(tl.int64)
+    rows, steps = shape.rows, shape.steps
     if BY_ROW:
         strips = tl.cdiv(tl.cdiv(columns, COLUMNS), steps)
         row = (program // strips) * ROWS
@@ -123,16 +143,15 @@ def _tile(row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
-def _channels(
-    row, column, rows, columns, channels, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr
-):
+def _channels(row, column, shape, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
     """The channel of every row, or column, and which there are. One long division per program, short ones after it."""
     if BY_ROW:
         down = tl.arange(0, ROWS)
-        channel = ((row % channels).to(tl.int32) + down) % channels.to(tl.int32)
-        known = row + down < rows
+        channel = ((row % shape.channels).to(tl.int32) + down) % shape.channels.to(tl.int32)
+        known = row + down < shape.rows
     else:
         right = tl.arange(0, COLUMNS)
+        inner = shape.inner
         channel = (column // inner).to(tl.int32) + ((column % inner).to(tl.int32) + right) // inner.to(tl.int32)
         known = column + right < columns
     return channel, known
@@ -140,7 +159,7 @@ def _channels(
 
 @triton.jit
 def _grid(
-    scale, shift, channel, known, quant_min, quant_max,
+    scale, shift, channel, known, integers,
     BY_ROW: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """s, 1 / s, b, lo and hi of channels, to be broadcast."""
@@ -155,11 +174,11 @@ def _grid(
             b = value + 0.0  # no negative zero
         else:
             good = good & (value == value)
-            z = _round(_clamp(value, quant_min, quant_max))
+            z = _round(_clamp(value, integers.low, integers.high))
     s = tl.where(good, s, float("nan"))
     inverse = tl.where(good, inverse, float("nan"))
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    return [tl.expand_dims(x, AXIS) for x in (s, inverse, b, quant_min - z, quant_max - z)]
+    return [tl.expand_dims(x, AXIS) for x in (s, inverse, b, integers.low - z, integers.high - z)]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From a request for fake quantisation to a launch: how a tensor is cut into tiles.
+"""From a request for fake quantization to a launch: how a tensor is cut into tiles.
 
 [Note: Partial sums] A channel is shared by many programs. Each leaves one number for each of its rows (columns) and
 sum, and torch adds them: the result does not hang on the order in which programs end. The longer of outer and inner is
@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.kernels.schema import Grid
+from thinwire.kernels.schema import FakeGradients, Grid
 from thinwire.kernels.triton import fake
 from thinwire.kernels.triton.prepared import Prepared
 
@@ -29,17 +29,9 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     launch(x=x_OCI, out=out_OCI, scale=scale_C, shift=scale_C if shift_C is None else shift_C)
 
 
-def fake_quantize_grad(
-    grid: Grid,
-    x_OCI: Tensor,
-    grad_OCI: Tensor,
-    scale_C: Tensor,
-    shift_C: Tensor | None,
-    dx_OCI: Tensor | None,
-    sums_2C: Tensor,
-    factor: float,
-) -> None:
+def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """See schema.Backend."""
+    x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C = of
     constants = {"SHIFT": shift_C is not None, "WANT_DX": dx_OCI is not None}
     launch, parts = _prepare("backward", grid, x_OCI.shape, x_OCI.device, _BACKWARD, **constants)
     sums_SC = sums_2C if shift_C is not None else sums_2C[:1]
@@ -76,13 +68,9 @@ def _prepare(
     steps = 1 if by_row and way == "forward" else min(max(down * across // _PROGRAMS, 1), along)
     strips = -(-along // steps)
     known = {
-        "rows": rows,
+        "shape": fake.Shape(rows, channels, inner, steps),
         "columns": columns,
-        "channels": channels,
-        "inner": inner,
-        "steps": steps,
-        "quant_min": float(grid.quant_min),
-        "quant_max": float(grid.quant_max),
+        "integers": fake.Range(float(grid.quant_min), float(grid.quant_max)),
     }
     tiles = {"ROWS": high, "COLUMNS": wide, "BY_ROW": by_row, "FAR": high * columns >= 1 << 31}
     choices = {**tiles, "OFFSET": grid.offset, "PAPER": grid.paper, **constants}

@@ -3,9 +3,13 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import INTERPRETED, instruction
+from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction
 
+PERMUTE = tl.constexpr("prmt.b32 $0, $1, $2, {};")
+MIX = tl.constexpr("lop3.b32 $0, $1, $2, {}, 0xE4;")  # a where c is set, else b
 CHOOSE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+DOT_LOW = tl.constexpr("dp2a.lo.u32.u32 $0, $1, $2, $3;")
+DOT_HIGH = tl.constexpr("dp2a.hi.u32.u32 $0, $1, $2, $3;")
 SQUARE = tl.constexpr("dp4a.u32.u32 $0, $1, $1, $2;")
 COUNT = tl.constexpr("popc.b32 $0, $1;")
 
@@ -26,13 +30,7 @@ def permuted(a, b, SELECT: tl.constexpr):
             chosen = chosen | ((byte & 0xFF) << (8 * i))
         return chosen
     else:
-        return instruction(permute_text(SELECT), "=r,r,r", (a, b))
-
-
-@triton.constexpr_function
-def permute_text(select):
-    """PTX of a byte permutation."""
-    return f"prmt.b32 $0, $1, $2, {select};"
+        return instruction(filled(PERMUTE, SELECT), "=r,r,r", (a, b))
 
 
 @triton.jit
@@ -41,13 +39,7 @@ def mixed(a, b, MASK: tl.constexpr):
     if INTERPRETED:
         return (a & MASK) | (b & (MASK ^ -1))
     else:
-        return instruction(mix_text(MASK), "=r,r,r", (a, b))
-
-
-@triton.constexpr_function
-def mix_text(mask):
-    """PTX: a where c is set, else b."""
-    return f"lop3.b32 $0, $1, $2, {mask}, 0xE4;"
+        return instruction(filled(MIX, MASK), "=r,r,r", (a, b))
 
 
 @triton.jit
@@ -72,13 +64,7 @@ def dotted(pair, four, total, UPPER: tl.constexpr):
             total = total + ((pair >> (16 * k)) & 0xFFFF) * ((four >> (16 * UPPER + 8 * k)) & 0xFF)
         return total
     else:
-        return instruction(dot_text(UPPER), "=r,r,r,r", (pair, four, total))
-
-
-@triton.constexpr_function
-def dot_text(upper):
-    """PTX of two multiplications and additions of integers."""
-    return f"dp2a.{'hi' if upper else 'lo'}.u32.u32 $0, $1, $2, $3;"
+        return instruction(DOT_HIGH if UPPER else DOT_LOW, "=r,r,r,r", (pair, four, total))
 
 
 @triton.jit

@@ -13,12 +13,52 @@ from thinwire.kernels.triton.memory import store_words
 from thinwire.kernels.triton.tiles import load_bytes
 
 KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # of the header's words; the next one is its upper half
-# Arguments that change from call to call: a kernel compiled for one value serves all.
-CHANGING = (
-    *("head0", "head1", "head2", "key_low", "key_high", "numel_low", "numel_high", "dither_low", "dither_high"),
-    *("full", "length", "span", "stride", "world", "scales_at", "scales_end", "minima_at", "minima_end"),
-    *("plane0", "plane1", "plane2", "codes_end", "nbytes", "numel", "nbytes_raw"),
-)
+
+
+class Frame(NamedTuple):
+    """The layout of a wire: an argument of kernels. Offsets are in bytes."""
+
+    head0: Any  # words of the header
+    head1: Any
+    head2: Any
+    numel_low: Any
+    numel_high: Any
+    numel: Any
+    full: Any  # blocks but a short last one
+    length: Any  # elements of that one, 0 if there is none
+    span: Any  # its codes per lane
+    scales_at: Any
+    scales_end: Any
+    minima_at: Any
+    minima_end: Any
+    plane0: Any
+    plane1: Any
+    plane2: Any
+    codes_end: Any
+    nbytes: Any
+    root: Any  # 1 / sqrt(codes) of a full block
+    tail_root: Any  # and of the short last one
+
+
+class Keys(NamedTuple):
+    """The keys of a wire: an argument of kernels. Each is a pair of 32-bit halves, the lower one first."""
+
+    rotation: Any
+    dither: Any
+
+
+class Stack(NamedTuple):
+    """Wires of one layout that are added: an argument of kernels."""
+
+    stride: Any  # bytes from one to the next
+    world: Any  # how many
+
+
+class Norms(NamedTuple):
+    """What decoded sums are multiplied by, an argument of kernels: a scale, over sqrt(codes) if rotated."""
+
+    full: Any
+    tail: Any  # of a short last block
 
 
 class Sections(NamedTuple):
@@ -27,6 +67,12 @@ class Sections(NamedTuple):
     scales: Any
     minima: Any
     planes: Any
+
+
+@triton.jit
+def offsets_of(frame):
+    """The offsets of the sections."""
+    return Sections(frame.scales_at, frame.minima_at, (frame.plane0, frame.plane1, frame.plane2))
 
 
 @triton.jit
@@ -45,32 +91,60 @@ def wide(number):
 
 
 @triton.jit
-def write_frame(wire, header, gaps):
-    """The header, and zeros in the gaps: between the sections and after the last, each from one offset to the next."""
+def write_frame(wire, frame, rotation):
+    """The header, and zeros in the gaps: between the sections and after the last."""
     i = tl.arange(0, 32)
     word = tl.zeros((32,), tl.int32)
+    header = _header(frame, rotation)
     for k in tl.static_range(8):
         word = tl.where(i // 4 == k, header[k], word)
     store_words(wire + i, ((word >> (8 * (i % 4))) & 0xFF,), i >= 0, 1)
-    for gap in tl.static_range(0, len(gaps), 2):
-        at = wide(gaps[gap]) + i
-        store_words(wire + at, (tl.zeros((32,), tl.int32),), at < gaps[gap + 1], 1)
+    _clear(wire, frame.scales_end, frame.minima_at)
+    _clear(wire, frame.minima_end, frame.plane0)
+    _clear(wire, frame.codes_end, frame.nbytes)
 
 
 @triton.jit
-def check_headers(wires, stride, world, header, ROTATED: tl.constexpr):
-    """(key_low, key_high, fine): the key of wire 0, and whether every header is the expected one with that key."""
+def _header(frame, rotation):
+    """The eight words of a header."""
+    low, high = rotation
+    return (frame.head0, frame.head1, frame.head2, 0, low, high, frame.numel_low, frame.numel_high)
+
+
+@triton.jit
+def _clear(wire, start, end):
+    """Zeros from one offset to another, which is fewer than 32 bytes further."""
+    i = tl.arange(0, 32)
+    at = wide(start) + i
+    store_words(wire + at, (tl.zeros((32,), tl.int32),), at < end, 1)
+
+
+@triton.jit
+def key_in(wire):
+    """The key in a wire's header, as two halves."""
+    i = tl.arange(0, 8)
+    return _key_of(load_bytes(wire, i, i >= 0, False, 4))
+
+
+@triton.jit
+def _key_of(words):
+    i = tl.arange(0, 8)
+    low = tl.sum(tl.where(i == KEY_WORD, words, 0), axis=0)
+    return low, tl.sum(tl.where(i == KEY_WORD + 1, words, 0), axis=0)
+
+
+@triton.jit
+def check_headers(wires, stack, frame, rotation, ROTATED: tl.constexpr):
+    """(key, fine): the key of wire 0, and whether every header is the expected one with that key."""
     i = tl.arange(0, 8)
     expected = tl.zeros((8,), tl.int32)
+    header = _header(frame, rotation)
     for k in tl.static_range(8):
         expected = tl.where(i == k, header[k], expected)
     found = load_bytes(wires, i, i >= 0, False, 4)
     if ROTATED:
         expected = tl.where((i == KEY_WORD) | (i == KEY_WORD + 1), found, expected)
     wrong = tl.zeros((8,), tl.int32)
-    for w in range(world):
-        wrong = wrong | (load_bytes(wires + w * stride, i, i >= 0, False, 4) ^ expected)
-    fine = tl.max((wrong != 0).to(tl.int32), axis=0) == 0
-    key_low = tl.sum(tl.where(i == KEY_WORD, expected, 0), axis=0)
-    key_high = tl.sum(tl.where(i == KEY_WORD + 1, expected, 0), axis=0)
-    return key_low, key_high, fine
+    for w in range(stack.world):
+        wrong = wrong | (load_bytes(wires + w * wide(stack.stride), i, i >= 0, False, 4) ^ expected)
+    return _key_of(expected), tl.max((wrong != 0).to(tl.int32), axis=0) == 0

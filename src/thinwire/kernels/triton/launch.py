@@ -1,5 +1,7 @@
-"""From a request to a launch: tiles, grids and arguments. Only here, in prepared.py, and for fake quantisation in
-fake_launch.py, this room touches tensors."""
+"""From a request to a launch: tiles, grids and arguments.
+
+Of this folder, only this module, prepared.py, row_launch.py and fake_launch.py touch tensors.
+"""
 
 import struct
 from dataclasses import dataclass
@@ -16,9 +18,11 @@ from thinwire.kernels.schema import CELLS, LLOYD, TRELLIS, Encoding, TrellisTabl
 from thinwire.kernels.triton import INTERPRETED, aside, plain
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
+from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
-from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
+from thinwire.kernels.triton.row_blocks import Matrix, Part
+from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
 from thinwire.wire import Format, Kind, Layout
 
 MOST_UNROLLED = 8  # wires; sums of more are loops
@@ -53,8 +57,7 @@ def encode(
     grouped = _grouped(x) and _grouped(carried)
     wire_at = wire.data_ptr() % 16
     launch = blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
-    key = rotation if how.format.rotated else 0
-    launch(x=x, residual=carried, wire=wire, **halves("key", key), **halves("dither", dither))
+    launch(x=x, residual=carried, wire=wire, keys=_keys(how, rotation, dither))
 
 
 def decode_sum(
@@ -62,24 +65,18 @@ def decode_sum(
 ) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = format.layout(out.numel())
-    world = wires_WN.shape[0]
-    stride = wires_WN.stride(0)
-    wires = {"wire": wires_WN, "stride": stride, "world": world}
-    at = (wires_WN.data_ptr() % 16, stride % 16)
+    stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
+    at = (wires_WN.data_ptr() % 16, stack.stride % 16)
     check = rotation is None
     if not format.block:
         grouped = _grouped(out) and at == (0, 0)
-        launch = plain_wires("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
-        launch(**wires, out=out, scale=float(scale))
+        launch = plain_wire("decode_plain", layout, out.device, GROUPED=grouped, COUNT=False, CHECK=check)
+        rows = Matrix(0, *stack, short=0, skip=-1)
+        launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
-    constants = {"WORLD": unrolled(world, format), "CHECK": check, "CALM": abs(scale) * world < SMALL_NORM}
+    constants = {"WORLD": unrolled(stack.world, format), "CHECK": check, "CALM": abs(scale) * stack.world < SMALL_NORM}
     launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
-    norm = reference.f32(scale)
-    norms = {"norm": norm, "tail_norm": norm}
-    if format.rotated:
-        root, tail_root = roots(layout)
-        norms = {"norm": norm * root, "tail_norm": norm * tail_root}
-    launch(**wires, out=out, **halves("key", rotation or 0), **norms)
+    launch(wire=wires_WN, stack=stack, out=out, rotation=split(rotation or 0), norms=norms(layout, scale))
 
 
 def recode(
@@ -94,31 +91,29 @@ def recode(
 ) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = how.format.layout(numel)
-    world = wires_WN.shape[0]
-    stride = wires_WN.stride(0)
-    wires = {"wire": wires_WN, "stride": stride, "world": world}
-    at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stride % 16)
+    stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
+    at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stack.stride % 16)
     check = rotation is None
+    given = {"wire": wires_WN, "stack": stack, "out": wire}
     if not how.format.block:
-        launch = plain_wires("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
-        launch(**wires, out=wire, scale=float(scale))
+        launch = plain_wire("recode_plain", layout, wire.device, GROUPED=at == (0, 0), OWN=False, CHECK=check)
+        launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
-    constants = {"WORLD": unrolled(world, how.format), "CHECK": check}
+    constants = {"WORLD": unrolled(stack.world, how.format), "CHECK": check}
     launch = blocks("recode", how, layout, config, wire.device, *at, **constants)
-    keys = {**halves("key", rotation or 0), **halves("dither", dither)}
-    launch(**wires, out=wire, **keys, scale=float(scale))
+    launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
     """See schema.Backend."""
     kept = x if memory is None else memory
     start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device, x.dtype, kept.dtype)
-    start((x, index, out, kept, index if gaps is None else gaps))
+    start((out, x, index, kept, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    _putting_back(index.numel(), x.device, x.dtype)((x, index, values))
+    _putting_back(index.numel(), x.device, x.dtype)((values, x, index))
 
 
 @lru_cache(maxsize=1024)
@@ -126,13 +121,13 @@ def _setting_aside(count: int, blanks: int, device: torch.device, *dtypes: torch
     """By dtypes too: a launch that was started before knows its kernel by them."""
     grid = -(-count // aside.MOVED.value)
     made = Prepared(aside.set_aside_kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
-    return Repeated(lambda _: made, ("x", "index", "out", "memory", "gaps"))
+    return Repeated(lambda _: made, ("out", "x", "index", "memory", "gaps"))
 
 
 @lru_cache(maxsize=1024)
 def _putting_back(count: int, device: torch.device, dtype: torch.dtype) -> Repeated:
     made = Prepared(aside.put_back_kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
-    return Repeated(lambda _: made, ("x", "index", "values"))
+    return Repeated(lambda _: made, ("values", "x", "index"))
 
 
 def unrolled(world: int, format: Format) -> int:
@@ -141,16 +136,12 @@ def unrolled(world: int, format: Format) -> int:
 
 
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    if residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype:
-        whole = (x.data_ptr() | wire.data_ptr()) % 16 == 0
-        launch = plain_wires("encode_raw", layout, x.device, x.nbytes if whole else 16 * x.nbytes, WHOLE=whole)
-        launch(x=x, wire=wire)
-        return
+    raw = residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
-    constants = {"GROUPED": grouped, "RESIDUAL": residual is not None}
-    launch = plain_wires("encode_plain", layout, x.device, 4 * layout.numel, **constants)
-    launch(x=x, residual=carried, wire=wire)
+    constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
+    launch = plain_wire("encode_plain", layout, x.device, **constants)
+    launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
 # --- arguments that do not change from call to call -------------------------------------------------------------------
@@ -174,24 +165,31 @@ def blocks(
     more: other arguments that are known beforehand.
     """
     T = tile_of(how, layout, config, wire_at, stride, grouped)
-    full = layout.numel // layout.format.block
-    ragged = full < layout.num_blocks
-    root, tail_root = roots(layout)
-    known = {
-        **frame(layout),
-        "full": full,
-        "length": layout.numel - full * layout.format.block,
-        "span": layout.tail // T.ragged.lanes,
-        "root": root,
-        "tail_root": tail_root,
-        "levels": levels(layout.format.kind, layout.format.bits, device),
-        "cells": cells(layout.format.kind, layout.format.bits, device),
-        **dict(more),
-    }
-    constants = {"T": T if INTERPRETED else Known(T), "TAIL": has_tail(layout), **constants}
-    grid = max(1, -(-full // T.rows) + ragged)
+    known = {"frame": frame(layout), **tables(layout.format, device), **dict(more)}
+    return prepare_blocks(
+        _BLOCK_KERNELS[kernel], device, programs(layout, T), T, config, known, TAIL=has_tail(layout), **constants
+    )
+
+
+def prepare_blocks(
+    kernel: Any,
+    device: torch.device,
+    grid: int | tuple[int, int],
+    T: Tile,
+    config: Config,
+    known: dict[str, Any],
+    **constants: Any,
+) -> Prepared:
+    """A kernel of blocks in tiles T."""
     warps = LONG_WARPS if T.pieces else config.warps
-    return Prepared(_BLOCK_KERNELS[kernel], device, grid, warps, known, constants, config.registers)
+    constants["T"] = T if INTERPRETED else Known(T)
+    return Prepared(kernel, device, grid, warps, known, constants, config.registers)
+
+
+def programs(layout: Layout, T: Tile) -> int:
+    """The tiles of a wire, with one for a short last block."""
+    full = layout.numel // layout.format.block
+    return max(1, -(-full // T.rows) + (full < layout.num_blocks))
 
 
 def has_tail(layout: Layout) -> bool:
@@ -211,40 +209,58 @@ def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride:
 
 
 @lru_cache(maxsize=4096)
-def plain_wires(
-    kernel: str,
-    layout: Layout,
-    device: torch.device,
-    work: int,
-    more: tuple[tuple[str, Any], ...] = (),
-    **constants: bool,
+def plain_wire(kernel: str, layout: Layout, device: torch.device, **constants: bool) -> Prepared:
+    """A kernel of a wire without blocks."""
+    one = frame(layout)
+    return prepare_plain(getattr(plain, kernel), layout, device, {"frame": one, "a": one, "b": one}, **constants)
+
+
+def prepare_plain(
+    kernel: Any, layout: Layout, device: torch.device, known: dict[str, Any], rows: int = 1, **constants: bool
 ) -> Prepared:
-    """A kernel of wires without blocks that has `work` bytes to do. more: as of `blocks`."""
-    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
-    known.update(more)
-    constants = {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants}
-    return Prepared(getattr(plain, kernel), device, max(1, -(-work // PLAIN_BYTES)), PLAIN_WARPS, known, constants)
+    """A kernel of numbers without blocks, in as many rows; `layout` is that of the longest."""
+    grid = (max(1, -(-4 * layout.numel // PLAIN_BYTES)), rows)
+    return Prepared(kernel, device, grid, PLAIN_WARPS, known, {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants})
 
 
-def frame(layout: Layout) -> dict[str, int]:
-    """The header's words but those of the key, as signed numbers, and where sections start and end."""
+@lru_cache(maxsize=4096)
+def frame(layout: Layout) -> Frame:
+    """The layout as kernels see it."""
     head0, head1, head2, _, _, _, numel_low, numel_high = struct.unpack("<8i", layout.header())
+    block = layout.format.block
+    full = layout.numel // block if block else 0
     offsets = [at for _, at in layout.planes]
     width, last = layout.planes[-1]
-    return {
-        "head0": head0,
-        "head1": head1,
-        "head2": head2,
-        "numel_low": numel_low,
-        "numel_high": numel_high,
-        "scales_at": layout.scales_at,
-        "scales_end": layout.scales_at + 2 * layout.num_blocks,
-        "minima_at": layout.minima_at,
-        "minima_end": layout.minima_at + (2 * layout.num_blocks if layout.affine else 0),
+    root, tail_root = roots(layout)
+    return Frame(
+        head0=head0,
+        head1=head1,
+        head2=head2,
+        numel_low=numel_low,
+        numel_high=numel_high,
+        numel=layout.numel,
+        full=full,
+        length=layout.numel - full * block,
+        span=layout.tail // ragged_lanes(layout.format.kind),
+        scales_at=layout.scales_at,
+        scales_end=layout.scales_at + 2 * layout.num_blocks,
+        minima_at=layout.minima_at,
+        minima_end=layout.minima_at + (2 * layout.num_blocks if layout.affine else 0),
         **{f"plane{p}": offsets[p] if p < len(offsets) else 0 for p in range(3)},
-        "codes_end": last + layout.num_codes * width // 8,
-        "nbytes": layout.nbytes,
-    }
+        codes_end=last + layout.num_codes * width // 8,
+        nbytes=layout.nbytes,
+        root=root,
+        tail_root=tail_root,
+    )
+
+
+def norms(layout: Layout, scale: float) -> Norms:
+    """What a decoded sum is multiplied by; the products of numbers of 24 bits are exact."""
+    norm = reference.f32(scale)
+    if not layout.format.rotated:
+        return Norms(norm, norm)
+    root, tail_root = roots(layout)
+    return Norms(norm * root, norm * tail_root)
 
 
 @lru_cache(maxsize=4096)
@@ -278,15 +294,13 @@ class Known:
 
 
 def _grouped(x: Tensor) -> bool:
-    """Whether four neighbours can be read at once."""
+    """Whether four neighbors can be read at once."""
     return bool(x.data_ptr() % (4 * x.itemsize) == 0)
 
 
 @lru_cache(maxsize=1024)
-def halves(name: str, key: int) -> dict[str, int]:
-    """The two halves of a key, by name."""
-    low, high = split(key)
-    return {f"{name}_low": low, f"{name}_high": high}
+def _keys(how: Encoding, rotation: int, dither: int) -> Keys:
+    return Keys(split(rotation if how.format.rotated else 0), split(dither))
 
 
 def split(key: int) -> tuple[int, int]:
@@ -294,6 +308,12 @@ def split(key: int) -> tuple[int, int]:
     low = key & 0xFFFFFFFF
     high = key >> 32
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
+
+
+def tables(format: Format, device: torch.device) -> dict[str, Tensor]:
+    """The tables of a format, in the memory of a device."""
+    table = (format.kind, format.bits, device)
+    return {"levels": levels(*table), "cells": cells(*table)}
 
 
 @cache  # never dropped: a CUDA graph may hold their addresses

@@ -162,6 +162,7 @@ def _nearest_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr)
 def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
     """(word, sums) of a bank: signs are shifted from below into a word of their own, and so are the codes of sizes."""
     PLACES: tl.constexpr = T.vector * (8 // T.bits)
+    total, away, count = sums
     word = tl.zeros((T.rows, T.columns), tl.int32)
     signs = word
     cells = ()
@@ -173,17 +174,18 @@ def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
         if T.bits == 2:
             beyond = cell - (ROUNDER + T.edges[0])
             word = _shift_in(word, bits_of(beyond), 2)
-            sums = (sums[0] + beyond, sums[1] + tl.abs(beyond), sums[2])
+            total = total + beyond
+            away = away + tl.abs(beyond)
         elif T.bits == 4:
             word = word * 16 + bits_of(_rank(cell))
     if T.bits == 1:
         for i in tl.static_range(PLACES):
-            sums = (sums[0] + cells[i], sums[1], sums[2])
-        return signs ^ -1, sums
+            total = total + cells[i]
+        return signs ^ -1, (total, away, count)
     elif T.bits == 2:
         signs = signs & everywhere(2, 2, 4)
         outer = (word ^ -1) & everywhere(2, 2, T.vector)
-        sums = (sums[0], sums[1], sums[2] + bits_set(outer))
+        sums = (total, away, count + bits_set(outer))
         return (signs ^ everywhere(2, 2, 4)) | _half(outer ^ signs), sums
     else:
         ranks = word - everywhere(ROUNDER_BITS, 4, T.vector)

@@ -2,8 +2,8 @@
 
 [Note: Instructions for memory]
 Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
-and it may deal neighbouring rows to neighbouring threads. An instruction for each access keeps every tensor in the
-layout of the tile, columns on neighbouring threads, and moves up to 16 bytes at once without a conversion. Under the
+and it may deal neighboring rows to neighboring threads. An instruction for each access keeps every tensor in the
+layout of the tile, columns on neighboring threads, and moves up to 16 bytes at once without a conversion. Under the
 interpreter Triton's operations stand in, byte by byte.
 
 Pointers are tensors of pointers to uint8; masked loads give zeros.
@@ -12,15 +12,21 @@ Pointers are tensors of pointers to uint8; masked loads give zeros.
 import triton
 import triton.language as tl
 
-from thinwire.kernels import triton as room
+from thinwire.kernels import triton as backend
 
-INTERPRETED = tl.constexpr(room.INTERPRETED)
+INTERPRETED = tl.constexpr(backend.INTERPRETED)
 
 
 @triton.jit
 def instruction(TEXT: tl.constexpr, OPERANDS: tl.constexpr, args):
     """PTX without effects, from and to registers; its result is an int32."""
     return tl.inline_asm_elementwise(TEXT, OPERANDS, args, dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def filled(text, number):
+    """PTX with a number in place of {}."""
+    return text.replace("{}", str(number))
 
 
 @triton.constexpr_function
@@ -103,7 +109,7 @@ def look_up(table, index, START: tl.constexpr):
 
 @triton.jit
 def opaque(x):
-    """x, an int32, hidden from the compiler: LLVM's vectoriser fails on 7-bit codes unpacked and packed again."""
+    """x, an int32, hidden from the compiler: LLVM's vectorizer fails on 7-bit codes unpacked and packed again."""
     if INTERPRETED:
         return x
     else:
@@ -115,7 +121,7 @@ def opaque(x):
 
 @triton.jit
 def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """COUNT (1, 2, 4) neighbours from element `at` on, as fp32; in one access if WHOLE."""
+    """COUNT (1, 2, 4) neighbors from element `at` on, as fp32; in one access if WHOLE."""
     KIND: tl.constexpr = base.dtype.element_ty
     SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
@@ -145,7 +151,7 @@ def _widened(word, HALF: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """COUNT tensors of fp32 as neighbours from element `at` on, in the dtype of `base`."""
+    """COUNT tensors of fp32 as neighbors from element `at` on, in the dtype of `base`."""
     KIND: tl.constexpr = base.dtype.element_ty
     SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE

@@ -1,132 +1,152 @@
 """The kernels of wires without blocks: the numbers themselves, unchanged or as bfloat16.
 
-A program takes GROUPS times COLUMNS groups of four numbers; the last one also the up to three that are left over.
+A program takes GROUPS times COLUMNS groups of four numbers; the first one also the up to three that are left over. Rows
+are those of row_blocks.py; a single wire is a message of one row.
 """
 
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.frame import CHANGING, check_headers, wide, write_frame
+from thinwire.kernels.triton.decode_blocks import note
+from thinwire.kernels.triton.frame import check_headers, wide, write_frame
 from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
-from thinwire.kernels.triton.tiles import added, load_bytes, store_bytes, times
+from thinwire.kernels.triton.row_blocks import copy_row, picked
+from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes, times
 
 COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=CHANGING)
-def encode_raw(
-    x, wire, head0, head1, head2, numel_low, numel_high, nbytes_raw, plane0, codes_end, nbytes, WHOLE: tl.constexpr
-):
-    """wire = the bytes of x."""
-    program = tl.program_id(0)
-    if program == 0:
-        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
-    SIZE: tl.constexpr = 16 if WHOLE else 1
-    source = x.to(tl.pointer_type(tl.uint8))
-    column = tl.arange(0, COLUMNS)
-    start = program.to(tl.int64) * (COLUMNS * GROUPS * SIZE)
-    for group in tl.static_range(GROUPS):
-        at = start + (group * COLUMNS + column) * SIZE
-        inside = at + SIZE <= nbytes_raw
-        store_words(wire + plane0 + at, load_words(source + at, inside, SIZE), inside, SIZE)
-    if WHOLE and program == tl.num_programs(0) - 1:
-        rest = wide(nbytes_raw) - nbytes_raw % 16 + column
-        store_words(wire + plane0 + rest, load_words(source + rest, rest < nbytes_raw, 1), rest < nbytes_raw, 1)
-
-
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def encode_plain(
-    x, residual, wire,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, codes_end, nbytes,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, residual, wire, rows, a, b,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """wire = x + residual in the format SHORT (float32, bfloat16, float16)."""
-    program = tl.program_id(0)
-    if program == 0:
-        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
-    for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
-    if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        _encode_group(x, residual, wire + plane0, rest, some, SHORT, 1, GROUPED, RESIDUAL)
+    """Row r of wire = x_r + residual_r in the format SHORT, all rows but `skip`; if RAW, the bytes of x.
+
+    SHORT: float32, bfloat16, float16. With a residual there is one row.
+    """
+    row = tl.program_id(1)
+    if (row <= rows.short) & (row != rows.skip):
+        frame = picked(a, b, row == rows.short)
+        target = wire + row * wide(rows.stride)
+        source = x + row * wide(rows.each)
+        if tl.program_id(0) == 0:
+            write_frame(target, frame, (0, 0))
+        plane = target + frame.plane0
+        for group in tl.static_range(GROUPS):
+            at, inside = place(group, frame.numel)
+            _encode(source, residual, plane, at, inside, SHORT, 4, GROUPED, RESIDUAL, RAW)
+        if tl.program_id(0) == 0:
+            rest, some = left_over(frame.numel)
+            _encode(source, residual, plane, rest, some, SHORT, 1, GROUPED, RESIDUAL, RAW)
 
 
 @triton.jit
-def _encode_group(
+def _encode(
     x, residual, plane, at, inside,
-    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    total = load_floats(x, at, inside, COUNT, GROUPED)
-    if RESIDUAL:
-        carried = load_floats(residual, at, inside, COUNT, GROUPED)
-        total = added(total, carried)
-    put(plane, total, at, inside, SHORT, COUNT, GROUPED)
-    if RESIDUAL:
-        left = ()
-        for i in tl.static_range(COUNT):
-            value = total[i].to(SHORT).to(tl.float32)
-            left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
-        store_floats(residual, left, at, inside, COUNT, GROUPED)
+    """COUNT neighbors from each of `at` on, where they are inside."""
+    if RAW:
+        SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+        source = x.to(tl.pointer_type(tl.uint8))
+        if GROUPED and COUNT > 1:
+            words = load_words(source + at * SIZE, inside, COUNT * SIZE)
+            store_words(plane + at * SIZE, words, inside, COUNT * SIZE)
+        else:
+            for i in tl.static_range(COUNT * SIZE):
+                store_words(plane + at * SIZE + i, load_words(source + at * SIZE + i, inside, 1), inside, 1)
+    else:
+        total = load_floats(x, at, inside, COUNT, GROUPED)
+        if RESIDUAL:
+            carried = load_floats(residual, at, inside, COUNT, GROUPED)
+            total = added(total, carried)
+        put(plane, total, at, inside, SHORT, COUNT, GROUPED)
+        if RESIDUAL:
+            left = ()
+            for i in tl.static_range(COUNT):
+                value = total[i].to(SHORT).to(tl.float32)
+                left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
+            store_floats(residual, left, at, inside, COUNT, GROUPED)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=("call",))
 def decode_plain(
-    wire, out, stride, world,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, scale,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
+    wire, out, source, bad, call, rows, scale, a, b,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, COUNT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * sum over ranks, in rank order in fp32."""
-    program = tl.program_id(0)
-    stride = wide(stride)
-    if CHECK:
-        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
-        _low, _high, fine = check_headers(wire, stride, world, header, False)
-        scale = tl.where(fine, scale, float("nan"))
-    for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
-        store_floats(out, total, at, inside, 4, GROUPED)
-    if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
-        store_floats(out, last, rest, some, 1, False)
+    """out_r = scale * sum of the wires of row r, in order in fp32; row `skip` is copied from `source`.
 
-
-@triton.jit(do_not_specialize=CHANGING)
-def recode_plain(
-    wire, out, stride, world,
-    head0, head1, head2, numel_low, numel_high,
-    numel, plane0, codes_end, nbytes, scale,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """out = scale * sum over ranks, in the format of the wires."""
-    stride = wide(stride)
-    header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
-    program = tl.program_id(0)
+    COUNT: note the call where a number is not finite (decode_blocks.Sink). CHECK: where a header of the only row does
+    not fit, the sum is NaN.
+    """
+    row = tl.program_id(1)
+    frame = picked(a, b, row == rows.short)
+    target = out + row * wide(rows.each)
     if CHECK:
-        _low, _high, fine = check_headers(wire, stride, world, header, False)
+        _key, fine = check_headers(wire, rows, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
-    if program == 0:
-        write_frame(out, header, (codes_end, nbytes))
-    for group in tl.static_range(GROUPS):
-        at, inside = place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
-        put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
-    if program == tl.num_programs(0) - 1:
-        rest, some = left_over(numel)
-        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
-        put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
+    if (row <= rows.short) & (row != rows.skip):
+        plane = wire + row * wide(rows.stride) + frame.plane0
+        for group in tl.static_range(GROUPS):
+            at, inside = place(group, frame.numel)
+            total, worst = _sum(plane, rows, -1, at, inside, SHORT, 4, GROUPED)
+            store_floats(target, times(total, scale), at, inside, 4, GROUPED)
+            if COUNT:
+                note(bad, call, worst[None, :])
+        if tl.program_id(0) == 0:
+            rest, some = left_over(frame.numel)
+            last, worst_last = _sum(plane, rows, -1, rest, some, SHORT, 1, GROUPED)
+            store_floats(target, times(last, scale), rest, some, 1, False)
+            if COUNT:
+                note(bad, call, worst_last[None, :])
+    if row == rows.skip:
+        copy_row(source + row * wide(rows.each), target, frame.numel)
 
 
 @triton.jit
-def place(program, group: tl.constexpr, numel):
+def recode_plain(
+    wire, out, x, stack, part, frame,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """out = scale * (sum of the wires, and if OWN of x, which did not travel and is exact). CHECK: see decode_plain."""
+    scale = part.scale
+    if CHECK:
+        _key, fine = check_headers(wire, stack, frame, (0, 0), False)
+        scale = tl.where(fine, scale, float("nan"))
+    if tl.program_id(0) == 0:
+        write_frame(out, frame, (0, 0))
+    x += wide(part.start)
+    plane = wire + frame.plane0
+    target = out + frame.plane0
+    for group in tl.static_range(GROUPS):
+        at, inside = place(group, frame.numel)
+        _recode(plane, x, target, stack, part.own, scale, at, inside, SHORT, 4, GROUPED, OWN)
+    if tl.program_id(0) == 0:
+        rest, some = left_over(frame.numel)
+        _recode(plane, x, target, stack, part.own, scale, rest, some, SHORT, 1, GROUPED, OWN)
+
+
+@triton.jit
+def _recode(
+    plane, x, target, stack, own, scale, at, inside,
+    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    if OWN:
+        total, _worst = _sum(plane, stack, own, at, inside, SHORT, COUNT, GROUPED)
+        total = fused(load_floats(x, at, inside, COUNT, GROUPED), scale, times(total, scale))
+    else:
+        total, _worst = _sum(plane, stack, -1, at, inside, SHORT, COUNT, GROUPED)
+        total = times(total, scale)
+    put(target, total, at, inside, SHORT, COUNT, GROUPED)
+
+
+@triton.jit
+def place(group: tl.constexpr, numel):
     """First elements of the groups of four, and which are whole."""
-    at = (program.to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
+    at = (tl.program_id(0).to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
     return at, at + 4 <= numel
 
 
@@ -139,13 +159,29 @@ def left_over(numel):
 
 @triton.jit
 def _sum(
-    plane, stride, world, scale, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
+    plane, stack, own, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
 ):  # fmt: skip
-    """The first number, and the others added to it (-0 stays -0), times `scale`."""
-    total = get(plane, at, inside, SHORT, COUNT, GROUPED)
-    for w in range(1, world):
-        total = added(total, get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED))
-    return times(total, scale)
+    """(sum, worst): the first number, and the others added to it (-0 stays -0); the largest bits of all.
+
+    own: as in sums.Wires.
+    """
+    stride = wide(stack.stride)
+    first = tl.where(own == 0, stack.world, 0)
+    total = get(plane + first * stride, at, inside, SHORT, COUNT, GROUPED)
+    worst = _largest(total, COUNT)
+    for w in range(1, stack.world):
+        more = get(plane + tl.where(w == own, stack.world, w) * stride, at, inside, SHORT, COUNT, GROUPED)
+        total = added(total, more)
+        worst = tl.maximum(worst, _largest(more, COUNT))
+    return total, worst
+
+
+@triton.jit
+def _largest(floats, COUNT: tl.constexpr):
+    worst = size_bits(floats[0])
+    for i in tl.static_range(1, COUNT):
+        worst = tl.maximum(worst, size_bits(floats[i]))
+    return worst
 
 
 @triton.jit

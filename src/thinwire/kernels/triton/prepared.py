@@ -1,23 +1,29 @@
 """A kernel and its arguments, by name: those known beforehand, and at a call the others.
 
 [Note: Launching again] Triton's own way from arguments to a compiled kernel takes tens of microseconds of the host,
-more than a small message takes of the GPU. So a kernel found that way is kept by what Triton distinguishes: constants,
+more than a small message takes of the GPU. So a compiled kernel is kept by what Triton distinguishes: constants,
 dtypes, pointers on 16 bytes or not, integers that are longer than 32 bits and, unless a kernel takes any alike, those
 that are 1 or multiples of 16.
+
+[Note: Structures] Arguments that belong together are one named tuple, which Triton passes as its members. It would
+compile a kernel of its own for every member that is 1, and for every multiple of 16. One kernel is to serve all values,
+so it is compiled for others in their place, as long and not special, and launched by its own call.
 """
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.triton.compiling import Noted, noted, telling
+from thinwire.kernels.triton import INTERPRETED, compiling
 
 _FLOATS = ("x", "out", "left", "memory", "mean")  # arguments of which four neighbors may be read at once
-_found: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}  # compiled kernels, by the arguments known beforehand
+# Kernels, compiled or being compiled: by the arguments known beforehand, then by those of a call.
+_found: dict[tuple[Any, ...], dict[tuple[Any, ...], Future[Any]]] = {}
 
 
 class Prepared:
@@ -47,49 +53,54 @@ class Prepared:
         self.places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
         alike = getattr(kernel, "do_not_specialize", ())  # the interpreter has none
         kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
+        self._name = f"{kernel.__name__} {warps} {registers} {kinds}"
         self._found = _found.setdefault((kernel, device, warps, registers, kinds), {})
 
-    def __call__(self, **given: Any) -> None:
-        """Start the kernel with the arguments that were not known."""
-        self.launch(**given)
+    def __call__(self, **given: Any) -> Any:
+        """Start the kernel with the arguments that were not known, and return what was compiled.
 
-    def launch(self, **given: Any) -> Any:
-        """The same; gives the compiled one, if it was started."""
+        On tensors without memory compile it, without waiting. [Note: Compiled ahead] They give None, and so does the
+        interpreter.
+        """
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.launch(**given)
+                return self(**given)
         args = self.args.copy()
-        kinds: list[Any] = []  # of the given: their integers are not specialised, apart from their width
+        ahead = False
         for name, value in given.items():
             args[self.places[name]] = value
-            if isinstance(value, int):
-                kinds.append(value.bit_length() < 32)
-            elif not isinstance(value, float):
-                kinds += value.dtype, value.data_ptr() % 16 == 0
-        key = tuple(kinds)
-        found = self._found.get(key)
-        ahead = noted.get()
-        if ahead is not None:  # [Note: Compiled ahead]
-            if found is None:
-                ahead[id(self._found), key] = Noted(self._kernel.__name__, lambda: self._compile(args))
+            ahead = ahead or (isinstance(value, Tensor) and value.is_meta)
+        if INTERPRETED:
+            if not ahead:
+                self._kernel[self.grid](*args)
             return None
-        if found is not None:
-            found[self.grid](*args)
-            return found
+        key = tuple([_kind(value, True) for value in given.values()])
+        found = self._found.get(key) or self._begin(key, args, given)
+        if ahead:
+            return None
+        if not found.done():
+            with compiling.announcing("compiling GPU kernels as codecs are first used"):
+                found.exception()
+        kernel = found.result()
+        kernel[self.grid](*args)
+        return kernel
+
+    def _begin(self, key: tuple[Any, ...], args: list[Any], given: dict[str, Any]) -> Future[Any]:
         assert given.keys() == self.places.keys(), f"expected {[*self.places]}, got {[*given]}"
-        with telling("compiling GPU kernels as codecs are first used"):
-            found = self._kernel[self.grid](*args, **self._options)
-        if found is not None:  # the interpreter compiles nothing
-            changing = self._kernel.do_not_specialize
-            assert all(name in changing for name, value in given.items() if isinstance(value, int))
-            self._found[key] = found
+        alike = self._kernel.do_not_specialize
+        assert all(name in alike for name, value in given.items() if isinstance(value, int))
+        found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args))
+        found.add_done_callback(
+            lambda done: done.exception() and self._found.pop(key, None)
+        )  # the next one tries again
         return found
 
-    def _compile(self, args: list[Any]) -> None:
-        """Compile and load; Triton finds the kernel at the next launch. In any thread."""
+    def _compile(self, args: list[Any]) -> Any:
+        """The kernel, compiled and loaded. In any thread."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            made = self._kernel.warmup(*args, grid=self.grid, **self._options)
+            made = self._kernel.warmup(*map(_typical, args), grid=self.grid, **self._options)
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
+        return made
 
 
 class _Start(NamedTuple):
@@ -101,11 +112,11 @@ class _Start(NamedTuple):
 
 
 class Repeated:
-    """A kernel that is started again and again, on tensors and numbers of 32 bits.
+    """A kernel that is started again and again, on tensors, and on numbers of 32 bits or structures of them.
 
     Which compiled kernel serves them depends on where the tensors begin within 16 bytes alone, so it is kept by that.
     The first time `make` is asked for a kernel, for tensors of which four neighbors can be read at once or not. The
-    order of the arguments is that of the names.
+    order of the arguments is that of the names. Where the first tensor has no memory, the kernel is only compiled.
     """
 
     def __init__(
@@ -121,12 +132,12 @@ class Repeated:
         self._even = even  # whether rows too begin where four neighbors do
         self._starts: dict[tuple[int, ...], _Start] = {}  # by the addresses modulo 16
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
         """Start it on the current stream."""
         values = [tensor.data_ptr() for tensor in tensors]
         where = tuple([address & 15 for address in values])
         start = self._starts.get(where)
-        if start is None or start.device != _device() or noted.get() is not None:
+        if start is None or start.device != _device() or tensors[0].is_meta:
             self._by_name(tensors, numbers, where)
             return
         values += numbers
@@ -135,12 +146,12 @@ class Repeated:
             args[place] = value
         start.run(*args, stream=_stream(start.device))
 
-    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], where: tuple[int, ...]) -> None:
+    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[int, ...]) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
         floats = [given[name] for name in _FLOATS if name in given and given[name].dtype != torch.uint8]
         prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
-        found = prepared.launch(**given)
-        if found is not None:  # it was started, and compiled: not under the interpreter
+        found = prepared(**given)
+        if found is not None:
             self._places = [prepared.places[name] for name in self._names]
             # Addresses in place of tensors: Triton would ask the driver about every pointer at every launch.
             args = [value.data_ptr() if isinstance(value, Tensor) else value for value in prepared.args]
@@ -156,5 +167,21 @@ def _kind(value: Any, alike: bool) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return value.bit_length() < 32, alike or (value == 1, value % 16 == 0)
+        return _is_short(value), alike or (value == 1, value % 16 == 0)
+    if isinstance(value, tuple):
+        return tuple([_kind(member, True) for member in value])
     return type(value)
+
+
+def _typical(value: Any, member: bool = False) -> Any:
+    """The argument that a kernel is compiled for in place of `value`. [Note: Structures]"""
+    if isinstance(value, tuple):
+        members = [_typical(each, True) for each in value]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    if member and isinstance(value, int):
+        return 3 if _is_short(value) else (1 << 40) + 3
+    return value
+
+
+def _is_short(value: int) -> bool:
+    return -(1 << 31) <= value < 1 << 31

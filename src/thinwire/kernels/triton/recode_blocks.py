@@ -6,55 +6,49 @@ Programs are those of decode_blocks.py. The first one also writes the header and
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, sections, wide, write_frame
+from thinwire.kernels.triton.frame import check_headers, offsets_of, sections, wide, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
-from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
 from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 def recode_kernel(
-    wire, out, levels, cells, stride, world,
-    head0, head1, head2, key_low, key_high, numel_low, numel_high, dither_low, dither_high,
-    full, length, span,
-    scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
-    scale,
+    wire, out, levels, cells, stack, keys, scale, frame,
     T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """out = encode(scale * sum of decode(wires)). CHECK: as in decode_kernel."""
     program = tl.program_id(0)
-    stride = wide(stride)
+    rotation = keys.rotation
     if CHECK:
-        header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
-        key_low, key_high, fine = check_headers(wire, stride, world, header, T.rotated)
+        rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
         scale = tl.where(fine, scale, float("nan"))
     if program == 0:
-        header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
-        write_frame(out, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
-    dither = (dither_low, dither_high)
-    offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
-    all_wires = Wires(scales_at, minima_at, (plane0, plane1, plane2), stride, world, levels, -1)
-    if program < tl.cdiv(full, T.rows):
+        write_frame(out, frame, rotation)
+    offsets = offsets_of(frame)
+    all_wires = wires_of(stack, frame, levels, -1)
+    if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
         wires = wires_from(wire, all_wires, first, T)
         target = sections(out, offsets, first, T)
         if T.pieces:
-            _recode_pieces(wires, target, dither, scale, first, wide(T.span), T)
+            _recode_pieces(wires, target, keys.dither, scale, first, wide(T.span), T)
         else:
-            _recode_tile(wires, target, cells, dither, scale, position(first, full, T.block, T.span, T), T, WORLD)
+            at = position(first, frame.full, T.block, T.span, T)
+            _recode_tile(wires, target, cells, keys.dither, scale, at, T, WORLD)
     elif TAIL:
-        is_short = length > 0
+        is_short = frame.length > 0
         if is_short:
-            first = wide(full)
+            first = wide(frame.full)
             wires = wires_from(wire, all_wires, first, T)
             target = sections(out, offsets, first, T)
             if T.gaussian:
-                at = position(first, full + 1, length, span, T.ragged)
-                _recode_tile(wires, target, cells, dither, scale, at, T.ragged, WORLD)
+                tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
+                _recode_tile(wires, target, cells, keys.dither, scale, tail_at, T.ragged, WORLD)
             else:
-                _recode_pieces(wires, target, dither, scale, first, wide(span), T.ragged)
+                _recode_pieces(wires, target, keys.dither, scale, first, wide(frame.span), T.ragged)
 
 
 @triton.jit

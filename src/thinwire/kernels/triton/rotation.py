@@ -1,20 +1,23 @@
-"""Signs and the Walsh-Hadamard transform of a tile, strides from the longest to 1: lanes, columns, neighbours.
+"""Signs and the Walsh-Hadamard transform of a tile, strides from the longest to 1: lanes, columns, neighbors.
 
-Between lanes and between neighbours a butterfly is two additions of tensors. Between columns each thread takes its
+Between lanes and between neighbors a butterfly is two additions of tensors. Between columns each thread takes its
 partner's number by a shuffle and adds it to its own, whose sign changes in the upper half: one multiply-add by 1 or -1.
 """
 
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import INTERPRETED, instruction
+from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction
 from thinwire.kernels.triton.numbers import SIGN_BIT, bits_of, float_of, hash32
 from thinwire.kernels.triton.tiles import added, log2, partner, row_start
+
+TEST = ".reg .pred p; .reg .b32 t; and.b32 t, $2, {}; setp.ne.b32 p, t, 0;"
+FLIP = tl.constexpr(f"{{ {TEST} mov.b32 $0, $1; @p neg.f32 $0, $0; }}")
 
 
 @triton.jit
 def hadamard(tile, at, T: tl.constexpr):
-    """The transform of every row, not normalised."""
+    """The transform of every row, not normalized."""
     tile = _between(tile, T.lanes, T.vector, T)
     for stage in tl.static_range(log2(T.columns)):
         tile = _between_columns(tile, at, T.columns >> (stage + 1), T)
@@ -100,14 +103,7 @@ def _flipped(x, signs, BIT: tl.constexpr):
     if INTERPRETED:
         return tl.where((signs & BIT) != 0, float_of(bits_of(x) ^ SIGN_BIT), x)  # Triton's own -x is 0 - x
     else:
-        return float_of(instruction(flip_text(BIT), "=r,f,r", (x, signs)))
-
-
-@triton.constexpr_function
-def flip_text(bit):
-    """PTX: the negation of a float where a bit of a word is set."""
-    test = f".reg .pred p; .reg .b32 t; and.b32 t, $2, {bit}; setp.ne.b32 p, t, 0;"
-    return f"{{ {test} mov.b32 $0, $1; @p neg.f32 $0, $0; }}"
+        return float_of(instruction(filled(FLIP, BIT), "=r,f,r", (x, signs)))
 
 
 @triton.jit

@@ -1,8 +1,10 @@
 """The kernels of messages in rows (schema.Rows), of wires with blocks: every wire of a matrix in one launch.
 
-Row r holds shard r of the tensor. Rows before `short` have the sections of layout a, row `short` those of b, and there
-is nothing in rows after it. A second axis of programs counts the rows.
+Row r holds shard r of the tensor. Rows before `short` have frame a, row `short` has frame b, and there is nothing in
+rows after it. A second axis of programs counts the rows.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,84 +12,78 @@ import triton.language as tl
 from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
-from thinwire.kernels.triton.frame import CHANGING, KEY_WORD, Sections, sections, wide, write_frame
+from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, offsets_of, sections, wide, write_frame
 from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
-from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
-from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store, times
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
+from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, minus, position, store, times
 
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
 SHARD = tl.constexpr(hashing.SHARD)
 COPIED = tl.constexpr(1024)  # numbers at once
 SCANNED = tl.constexpr(4096)  # scales that a program looks at
-_SECTIONS = (
-    *("full", "length", "span", "numel_low", "numel_high", "scales_at", "scales_end", "minima_at", "minima_end"),
-    *("plane0", "plane1", "plane2", "codes_end", "nbytes", "blocks", "numel"),
-)
-ROW_CHANGING = (
-    *CHANGING,
-    *(f"{layout}_{name}" for layout in "ab" for name in _SECTIONS),
-    *(
-        "each",
-        "start",
-        "short",
-        "skip",
-        "own",
-        "call",
-        "by_row",
-        "first_row",
-        "step_low",
-        "step_high",
-        "seed_low",
-        "seed_high",
-    ),
-)
+
+
+class Matrix(NamedTuple):
+    """The rows of a message: an argument of kernels."""
+
+    each: Any  # elements of a row
+    stride: Any  # as in Stack, and so the next; with more than one there is one row
+    world: Any
+    short: Any  # the last row that holds anything
+    skip: Any  # the row that does not travel, or -1
+
+
+class Seeds(NamedTuple):
+    """The key of row r is that of row r * by_row + first under the step and the seed, both mixed."""
+
+    seed: Any  # two halves
+    by_row: Any
+    first: Any
+
+
+class Share(NamedTuple):
+    """`left` is remembered with a factor, in all rows but the own one (-1: there is none)."""
+
+    own: Any
+    factor: Any
+
+
+class Part(NamedTuple):
+    """The own part of a sum, which is added exactly."""
+
+    start: Any  # its first element
+    own: Any  # the wire in whose place it is: see sums.Wires
+    factor: Any  # of the memory
+    scale: Any  # of the sum
 
 
 @triton.jit
-def _picked(a, b, second):
-    """The numbers of b where `second`, else those of a."""
+def picked(a, b, second):
+    """Frame b where `second`, else a."""
     found = ()
     for i in tl.static_range(len(a)):
         found = found + (tl.where(second, b[i], a[i]),)
-    return found
+    return Frame(*found)
 
 
-@triton.jit(do_not_specialize=ROW_CHANGING)
+@triton.jit
 def encode_rows(
-    x, memory, left, wire, cells, each, stride, skip, short, factor,
-    head0, head1, head2, step_low, step_high, seed_low, seed_high, by_row, first_row,
-    a_full, a_length, a_span, a_numel_low, a_numel_high, a_scales_at, a_scales_end, a_minima_at, a_minima_end,
-    a_plane0, a_plane1, a_plane2, a_codes_end, a_nbytes, a_tail_root,
-    b_full, b_length, b_span, b_numel_low, b_numel_high, b_scales_at, b_scales_end, b_minima_at, b_minima_end,
-    b_plane0, b_plane1, b_plane2, b_codes_end, b_nbytes, b_tail_root,
-    root,
+    x, memory, left, wire, cells, step, factor, rows, seeds, a, b,
     T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Write the wires of all rows but `skip`; what is encoded and what is left says MODE (tiles.py).
-
-    The key of a row is that of its number times `by_row` and `first_row` under the step and the seed, both mixed.
-    """
+    """Row r of wire = encode(x_r + factor * memory_r), all rows but `skip`; MODE says what is left (tiles.py)."""
     row = tl.program_id(1)
-    if (row <= short) & (row != skip):
-        a = (a_full, a_length, a_span, a_numel_low, a_numel_high, a_scales_at, a_scales_end, a_minima_at,
-             a_minima_end, a_plane0, a_plane1, a_plane2, a_codes_end, a_nbytes, a_tail_root)  # fmt: skip
-        b = (b_full, b_length, b_span, b_numel_low, b_numel_high, b_scales_at, b_scales_end, b_minima_at,
-             b_minima_end, b_plane0, b_plane1, b_plane2, b_codes_end, b_nbytes, b_tail_root)  # fmt: skip
-        f = _picked(a, b, row == short)
-        step = (step_low, step_high)
-        rotation, dither = _row_keys(row * by_row + first_row, step, (seed_low, seed_high), T.rotated, T.stochastic)
-        target = wire + row * wide(stride)
+    if (row <= rows.short) & (row != rows.skip):
+        frame = picked(a, b, row == rows.short)
+        keys = _row_keys(row * seeds.by_row + seeds.first, step, seeds.seed, T.rotated, T.stochastic)
+        target = wire + row * wide(rows.stride)
         if tl.program_id(0) == 0:
-            header = (head0, head1, head2, 0, rotation[0], rotation[1], f[3], f[4])
-            write_frame(target, header, (f[6], f[7], f[8], f[9], f[12], f[13]))
-        start = row * wide(each)
+            write_frame(target, frame, keys.rotation)
+        start = row * wide(rows.each)
         source = Source(x + start, memory + start, left + start, factor)
-        offsets = Sections(f[5], f[7], (f[9], f[10], f[11]))
-        encode_blocks(
-            source, target, cells, (rotation, dither), (root, f[14]), offsets, f[0], f[1], f[2], T, TAIL, MODE
-        )
+        encode_blocks(source, target, cells, keys, frame, T, TAIL, MODE)
 
 
 @triton.jit
@@ -96,13 +92,13 @@ def _row_keys(row, step, seed, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr):
     rotation = (0, 0)
     dither = (0, 0)
     if ROTATED or STOCHASTIC:
-        mixed = _mix(_mix(_joined(step[0], step[1]) ^ row.to(tl.uint64)) ^ SHARD)
-        base = _mix(_joined(seed[0], seed[1]) ^ mixed)
+        mixed = _mix(_mix(_joined(step) ^ row.to(tl.uint64)) ^ SHARD)
+        base = _mix(_joined(seed) ^ mixed)
         if ROTATED:
             rotation = _halves(_mix(base ^ ROTATION))
         if STOCHASTIC:
             dither = _halves(_mix(base ^ DITHER))
-    return rotation, dither
+    return Keys(rotation, dither)
 
 
 @triton.jit
@@ -115,7 +111,8 @@ def _mix(z):
 
 
 @triton.jit
-def _joined(low, high):
+def _joined(halves):
+    low, high = halves
     return low.to(tl.uint32).to(tl.uint64) | (high.to(tl.uint32).to(tl.uint64) << 32)
 
 
@@ -124,50 +121,43 @@ def _halves(key):
     return key.to(tl.uint32).to(tl.int32, bitcast=True), (key >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def _key_in(wire):
-    """The key in a wire's header, as two halves."""
-    i = tl.arange(0, 8)
-    words = load_bytes(wire, i, i >= 0, False, 4)
-    low = tl.sum(tl.where(i == KEY_WORD, words, 0), axis=0)
-    return low, tl.sum(tl.where(i == KEY_WORD + 1, words, 0), axis=0)
-
-
-@triton.jit(do_not_specialize=ROW_CHANGING)
+@triton.jit(do_not_specialize=("call",))
 def decode_rows(
-    wire, out, source, left, memory, mean, bad, levels, each, stride, skip, short, own, call, world, factor,
-    a_full, a_length, a_span, a_scales_at, a_minima_at, a_plane0, a_plane1, a_plane2, a_tail_norm, a_numel,
-    b_full, b_length, b_span, b_scales_at, b_minima_at, b_plane0, b_plane1, b_plane2, b_tail_norm, b_numel,
-    norm,
+    wire, out, source, left, memory, mean, bad, levels, call, rows, share, norms, a, b,
     T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """out = every row's wire decoded, row `skip` copied from `source`; with `world` > 1 there is one row, their sum.
+    """out = scale * every row's wire decoded, row `skip` copied from `source`; with `world` > 1 the sum of the wires.
 
     `left` is remembered as MODE says, unless a wire of this call was found not to be finite. Keys are in the headers.
     """
     row = tl.program_id(1)
-    if (row <= short) & (row != skip):
-        a = (a_full, a_length, a_span, a_scales_at, a_minima_at, a_plane0, a_plane1, a_plane2, a_tail_norm)
-        b = (b_full, b_length, b_span, b_scales_at, b_minima_at, b_plane0, b_plane1, b_plane2, b_tail_norm)
-        f = _picked(a, b, row == short)
-        first = wire + row * wide(stride)
-        keys = (0, 0)
+    start = row * wide(rows.each)
+    frame = picked(a, b, row == rows.short)
+    if (row <= rows.short) & (row != rows.skip):
+        first = wire + row * wide(rows.stride)
+        rotation = (0, 0)
         if T.rotated:
-            keys = _key_in(first)
+            rotation = key_in(first)
         fine = True
         if MODE != ALONE:
             fine = tl.load(bad) != call
-        start = row * wide(each)
-        share = tl.where(row == own, 1.0, factor)
-        sink = Sink(out + start, left + start, memory + start, mean + start, share, row == own, fine, bad, call)
-        wires = Wires(f[3], f[4], (f[5], f[6], f[7]), wide(stride), world, levels, -1)
-        norms = (norm, f[8])
-        decode_blocks(sink, first, wires, keys, norms, f[0], f[1], f[2], T, TAIL, WORLD, CALM, MODE, COUNT)
+        is_own = row == share.own
+        factor = tl.where(is_own, 1.0, share.factor)
+        sink = Sink(out + start, left + start, memory + start, mean + start, factor, is_own, fine, bad, call)
+        norm = Norms(norms.full, tl.where(row == rows.short, norms.last_tail, norms.tail))
+        wires = wires_of(rows, frame, levels, -1)
+        decode_blocks(sink, first, wires, rotation, norm, frame, T, TAIL, WORLD, CALM, MODE, COUNT)
+    if row == rows.skip:
+        copy_row(source + start, out + start, frame.numel)
 
-    if row == skip:
-        start = row * wide(each)
-        copy_row(source + start, out + start, tl.where(row == short, b_numel, a_numel))
+
+class RowNorms(NamedTuple):
+    """Norms of frames a and b, whose full blocks are alike."""
+
+    full: Any
+    tail: Any
+    last_tail: Any
 
 
 @triton.jit
@@ -183,43 +173,39 @@ def copy_row(source, out, numel):
         store_words(out.to(tl.pointer_type(tl.uint8)) + i * SIZE, words, i < end, SIZE)
 
 
-@triton.jit(do_not_specialize=ROW_CHANGING)
+@triton.jit
 def recode_own(
-    wire, out, x, memory, left, levels, cells, start, stride, world, own, factor, scale,
-    head0, head1, head2, key_low, key_high, numel_low, numel_high, dither_low, dither_high,
-    full, length, span,
-    scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
-    root, tail_root, norm, tail_norm,
+    wire, out, x, memory, left, levels, cells, keys, stack, part, norms, frame,
     T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """out = encode(scale * (sum of the wires of others + x)), where x, the own share, did not travel and is exact.
+    """out = encode(scale * (sum of the wires of others + x)), where x, the own part, did not travel and is exact.
 
-    x from element `start` on stands for the own message, as MODE says; `left` is what the result will tell the rest of.
+    With feedback x is x + factor * memory, and `left` is what the result does not carry, as MODE says.
     """
     program = tl.program_id(0)
-    keys = ((key_low, key_high), (dither_low, dither_high))
     if program == 0:
-        header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
-        write_frame(out, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
-    offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
-    wires = Wires(scales_at, minima_at, (plane0, plane1, plane2), wide(stride), world, levels, own)
-    begin = wide(start)
-    source = Source(x + begin, memory + begin, left + begin, factor)
-    if program < tl.cdiv(full, T.rows):
+        write_frame(out, frame, keys.rotation)
+    offsets = offsets_of(frame)
+    wires = wires_of(stack, frame, levels, part.own)
+    begin = wide(part.start)
+    source = Source(x + begin, memory + begin, left + begin, part.factor)
+    if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
-        tile_at = position(first, full, T.block, T.span, T)
+        at = position(first, frame.full, T.block, T.span, T)
         there = wires_from(wire, wires, first, T)
         target = sections(out, offsets, first, T)
-        _recode_own(there, source, target, cells, keys, root, norm, scale, tile_at, T, WORLD, CALM, MODE)
+        _recode_own(there, source, target, cells, keys, frame.root, norms.full, part.scale, at, T, WORLD, CALM, MODE)
     elif TAIL:
-        is_short = length > 0
+        is_short = frame.length > 0
         if is_short:
-            first = wide(full)
-            tail_at = position(first, full + 1, length, span, T.ragged)
+            first = wide(frame.full)
+            tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
             there = wires_from(wire, wires, first, T)
             target = sections(out, offsets, first, T)
-            norms = (tail_root, tail_norm)
-            _recode_own(there, source, target, cells, keys, *norms, scale, tail_at, T.ragged, WORLD, CALM, MODE)
+            _recode_own(
+                there, source, target, cells, keys, frame.tail_root, norms.tail, part.scale, tail_at,
+                T.ragged, WORLD, CALM, MODE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -228,7 +214,7 @@ def _recode_own(
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     start = at.first * T.block
-    others = _sum_of_others(wires, keys[0], norm, at, T, WORLD, CALM)
+    others = _sum_of_others(wires, keys.rotation, norm, at, T, WORLD, CALM)
     own = load(source.x + start, at, T)
     if MODE != ALONE:
         own = carried(own, load(source.memory + start, at, T), source.factor, MODE)
@@ -237,9 +223,7 @@ def _recode_own(
         tl.debug_barrier()  # `left` may be where x is
     read = put_tile(total, target, cells, keys, root, at, T, MODE == OWED)
     if MODE == OWED:
-        left = ()
-        for i in tl.static_range(T.size):
-            left = left + (total[i] - read[i],)
+        left = minus(total, read)
     if MODE != ALONE:
         store(source.left + start, left, at, T)
 
@@ -283,13 +267,14 @@ def _totals(others, own, scale, at, T: tl.constexpr, MODE: tl.constexpr):
     return total, left
 
 
-@triton.jit(do_not_specialize=ROW_CHANGING)
-def scan_rows(wire, bad, stride, short, call, a_blocks, b_blocks, a_scales_at):
+@triton.jit(do_not_specialize=("call",))
+def scan_rows(wire, bad, call, rows, a, b):
     """Note the call in `bad` (decode_blocks.Sink) if a scale of any row is not finite."""
     row = tl.program_id(1)
-    if row <= short:
-        blocks = tl.where(row == short, b_blocks, a_blocks)
+    if row <= rows.short:
+        frame = picked(a, b, row == rows.short)
         block = tl.program_id(0) * SCANNED + tl.arange(0, SCANNED)[None, :]
-        scales = wire + row * wide(stride) + a_scales_at
-        bits = load_bytes(scales, wide(0) + block, block < blocks, True, 2) & 0x7FFF
+        scales = wire + row * wide(rows.stride) + frame.scales_at
+        inside = block < (frame.scales_end - frame.scales_at) // 2
+        bits = load_bytes(scales, wide(0) + block, inside, True, 2) & 0x7FFF
         note(bad, call, tl.where(bits << 16 >= INF_BITS, bits << 16, 0))

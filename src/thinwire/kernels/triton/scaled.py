@@ -130,8 +130,8 @@ def _affine_scale(low, high, size, T: tl.constexpr):
     limit = tl.div_rn(BF16_MAX, size)
     minimum = tl.maximum(floor_bf16(low), -limit) + 0.0
     scale = tl.abs(floor_bf16(tl.div_rn(minimum - high, TOP)))
-    room = tl.div_rn(NEAR_FLOAT_MAX, size) - minimum
-    most = tl.minimum(tl.floor(tl.div_rn(room, tl.where(scale == 0, 1.0, scale))), TOP)
+    headroom = tl.div_rn(NEAR_FLOAT_MAX, size) - minimum
+    most = tl.minimum(tl.floor(tl.div_rn(headroom, tl.where(scale == 0, 1.0, scale))), TOP)
     return scale, minimum, tl.where(scale == 0, TOP, most)
 
 

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
-from thinwire.kernels.triton.frame import sections
-from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
+from thinwire.kernels.triton.four_bytes import PERMUTE
+from thinwire.kernels.triton.frame import offsets_of, sections, wide
+from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
     INF_BITS,
@@ -30,6 +31,8 @@ from thinwire.kernels.triton.scaled import cast_value
 from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
 from thinwire.kernels.triton.trellis import indices
 
+BELOW = tl.constexpr("lop3.b32 $0, $1, {}, $2, 0xEA;")  # (a & mask) | b
+
 
 class Wires(NamedTuple):
     """The sections of the first wire, and how to get from there to those of others."""
@@ -44,8 +47,15 @@ class Wires(NamedTuple):
 
 
 @triton.jit
+def wires_of(stack, frame, levels, own):
+    """All wires of a stack, with the sections' offsets in place of pointers."""
+    offsets = offsets_of(frame)
+    return Wires(offsets.scales, offsets.minima, offsets.planes, wide(stack.stride), stack.world, levels, own)
+
+
+@triton.jit
 def wires_from(wire, offsets, first, T: tl.constexpr):
-    """Where block `first` of all wires is; `offsets` has the sections' offsets in place of pointers."""
+    """Where block `first` of all wires is. offsets: by `wires_of`."""
     scales, minima, planes = sections(wire, offsets, first, T)
     return Wires(scales, minima, planes, offsets.stride, offsets.world, offsets.levels, offsets.own)
 
@@ -65,7 +75,7 @@ def worst_scale(wires, at, T: tl.constexpr):
     return worst
 
 
-# A sum has two steps, with a branch between them: what is loaded before it tells which way to go. Up to 8 wires are
+# A sum has two steps, with a branch between them: what is loaded before it decides which. Up to 8 wires are
 # only loaded before it, as adding them there too would take too many registers; more are added in one loop.
 
 
@@ -264,13 +274,8 @@ def _byte(word, k: tl.constexpr):
     if INTERPRETED:
         return ((word >> (8 * k)) & 0xFF) | WIDENER_BITS
     else:
-        return instruction(byte_text(k), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
-
-
-@triton.constexpr_function
-def byte_text(k):
-    """PTX: byte k, two zeros, the upper byte of the second operand."""
-    return f"prmt.b32 $0, $1, $2, {0x7540 + k};"
+        widener = tl.full(word.shape, WIDENER_BITS, tl.int32)
+        return instruction(filled(PERMUTE, 0x7540 + k), "=r,r,r", (word, widener))  # two zeros, and its upper byte
 
 
 @triton.jit
@@ -279,13 +284,7 @@ def _bits_below(word, MASK: tl.constexpr):
     if INTERPRETED:
         return (word & MASK) | WIDENER_BITS
     else:
-        return instruction(below_text(MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
-
-
-@triton.constexpr_function
-def below_text(mask):
-    """PTX: (a & mask) | b."""
-    return f"lop3.b32 $0, $1, {mask}, $2, 0xEA;"
+        return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.jit

@@ -2,16 +2,16 @@
 
 [Note: A tile]
 A program holds `rows` blocks. A block of `block` elements is cut into `lanes` runs of `span` elements, so that the
-codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbours, which one thread holds.
+codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbors, which one thread holds.
 Element i = lane * span + column * vector + v of every row therefore lives in one tensor of shape (rows, columns), and a
 tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking and all butterflies of the rotation but
 those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, lru_cache
 
-from thinwire.kernels.schema import LLOYD, STRAND, TRELLIS, Encoding, LloydTable, TrellisTable
+from thinwire.kernels.schema import LLOYD, STRAND, TRELLIS, Encoding, LloydTable
 from thinwire.wire import PLANES, CastVariant, Format, IntVariant, Kind, LloydVariant
 
 MOST_CODES = 8192  # in a tile; a longer block is read twice, piece by piece
@@ -40,134 +40,81 @@ class Tile:
     even: bool = False  # True => scales are read and written as 16-bit numbers, else as bytes
     loose: bool = False  # True => blocks have any length up to `block`, and elements past it are masked
 
-    @cached_property
-    def span(self) -> int:
-        """Elements of a lane."""
-        return self.block // self.lanes
+    # What follows from these:
+    span: int = field(init=False)  # elements of a lane
+    size: int = field(init=False)  # tensors of a tile
+    planes: tuple[int, ...] = field(init=False)  # widths of the code planes
+    banks: tuple[int, ...] = field(init=False)  # bytes of each plane that hold the codes of one column and v
+    shifts: tuple[int, ...] = field(init=False)  # bits of a code below those in each plane
+    starts: tuple[int, ...] = field(init=False)  # banks of all planes before each
+    count: int = field(init=False)  # words of a tile, of all planes
+    affine: bool = field(init=False)  # True => blocks have a minimum
+    trellis: bool = field(init=False)  # True => the codes of a strand were chosen together
+    gaussian: bool = field(
+        init=False
+    )  # True => codes stand for levels of a Gaussian: Lloyd's, and those of trellis codes
+    rotated: bool = field(init=False)
+    cast: bool = field(init=False)  # True => codes are short floats
+    e4m3: bool = field(init=False)  # which of the 8-bit float formats
+    pieces: bool = field(init=False)  # True => a block is longer than a tile
+    half: int = field(init=False)  # the code of zero, or of the smallest positive level
+    blank: int = field(init=False)  # the code of all elements of a block of zeros, where codes are levels
+    zero: int = field(init=False)  # an integer code less this is its number
+    grid: int = field(init=False)  # cells per standard deviation, of a table
+    levels: tuple[int, ...] = field(init=False)  # positive ones of a table
+    edges: tuple[int, ...] = field(init=False)  # of a Lloyd table
+    reach: int = field(init=False)  # the largest value of a code, without its sign, in units of its scale
+    narrow: bool = field(init=False)  # True => sums of a few wires are made of integers: exact_sums.py
+    # True => it is summed in the one way that serves all scales: a second, faster one would double what is compiled,
+    # which trellis codes and a short last block are not worth.
+    rare: bool = field(init=False)
 
-    @cached_property
-    def size(self) -> int:
-        """Tensors of a tile."""
-        return self.lanes * self.vector
-
-    @cached_property
-    def planes(self) -> tuple[int, ...]:
-        """Widths of the code planes."""
-        return PLANES.get(self.bits, (self.bits,))
-
-    @cached_property
-    def banks(self) -> tuple[int, ...]:
-        """Bytes that hold the codes of one column and v of all lanes, in each plane."""
-        return tuple(width * self.lanes // 8 for width in self.planes)
-
-    @cached_property
-    def shifts(self) -> tuple[int, ...]:
-        """Bits of a code below those in each plane."""
-        return tuple(sum(self.planes[:p]) for p in range(len(self.planes)))
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Banks of all planes before each."""
-        return tuple(sum(self.banks[:p]) for p in range(len(self.planes)))
-
-    @cached_property
-    def count(self) -> int:
-        """Words of a tile, of all planes."""
-        return self.size if self.bits == 16 or self.trellis else sum(self.banks)
-
-    @cached_property
-    def affine(self) -> bool:
-        """Whether blocks have a minimum."""
-        return self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE
-
-    @cached_property
-    def gaussian(self) -> bool:
-        """Whether codes stand for levels of a Gaussian: Lloyd's, and those of trellis codes."""
-        return self.kind in (Kind.LLOYD, Kind.TRELLIS)
-
-    @cached_property
-    def trellis(self) -> bool:
-        """Whether the codes of a strand were chosen together."""
-        return self.kind == Kind.TRELLIS
-
-    @cached_property
-    def cast(self) -> bool:
-        """Whether codes are short floats."""
-        return self.kind == Kind.CAST
-
-    @cached_property
-    def rotated(self) -> bool:
-        """Whether blocks are rotated."""
-        return self.gaussian and self.variant == LloydVariant.ROTATED
-
-    @cached_property
-    def e4m3(self) -> bool:
-        """Which of the 8-bit float formats."""
-        return self.cast and self.variant == CastVariant.E4M3
-
-    @cached_property
-    def pieces(self) -> bool:
-        """Whether a block is longer than a tile."""
-        return self.columns * self.vector < self.span
-
-    @cached_property
-    def half(self) -> int:
-        """The code of zero, or of the smallest positive level."""
-        return 1 << self.bits - 1
-
-    @cached_property
-    def blank(self) -> int:
-        """The code of all elements of a block of zeros: of levels the smallest positive one, of trellis codes 0."""
-        return 0 if self.trellis else self.half
-
-    @cached_property
-    def zero(self) -> int:
-        """What an integer code stands for, less this, is its number."""
-        return 0 if self.affine else self.half
-
-    @cached_property
-    def grid(self) -> int:
-        """Cells per standard deviation of the table."""
-        return self._table.grid
-
-    @cached_property
-    def levels(self) -> tuple[int, ...]:
-        """Positive levels of the table."""
-        return self._table.levels
-
-    @cached_property
-    def edges(self) -> tuple[int, ...]:
-        """Edges of a Lloyd table."""
-        return LLOYD[self.bits].edges
-
-    @cached_property
-    def reach(self) -> int:
-        """The largest value of a code, without its sign, in units of its scale."""
-        return self.levels[-1] if self.gaussian else self.half
-
-    @cached_property
-    def narrow(self) -> bool:
-        """Whether sums of a few wires are made of integers: exact_sums.py."""
-        return self.bits in (1, 2, 4) and not self.affine and self.vector == 4
-
-    @cached_property
-    def rare(self) -> bool:
-        """Whether it is summed in the one way that serves all scales: a second, faster one would double what is
-        compiled, which trellis codes and a short last block are not worth.
-        """
-        return self.trellis or (self.loose and self.columns < LONG_COLUMNS)
+    def __post_init__(self) -> None:
+        planes = PLANES.get(self.bits, (self.bits,))
+        banks = tuple(width * self.lanes // 8 for width in planes)
+        trellis = self.kind == Kind.TRELLIS
+        gaussian = trellis or self.kind == Kind.LLOYD
+        cast = self.kind == Kind.CAST
+        affine = self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE
+        half = 1 << self.bits - 1
+        table = TRELLIS[self.bits] if trellis else LLOYD[self.bits] if gaussian else None
+        self.__dict__.update(
+            span=self.block // self.lanes,
+            size=self.lanes * self.vector,
+            planes=planes,
+            banks=banks,
+            shifts=tuple(sum(planes[:p]) for p in range(len(planes))),
+            starts=tuple(sum(banks[:p]) for p in range(len(planes))),
+            count=self.lanes * self.vector if self.bits == 16 or trellis else sum(banks),
+            affine=affine,
+            trellis=trellis,
+            gaussian=gaussian,
+            rotated=gaussian and self.variant == LloydVariant.ROTATED,
+            cast=cast,
+            e4m3=cast and self.variant == CastVariant.E4M3,
+            pieces=self.columns * self.vector < self.block // self.lanes,
+            half=half,
+            blank=0 if trellis else half,
+            zero=0 if affine else half,
+            grid=table.grid if table else 0,
+            levels=table.levels if table else (),
+            edges=table.edges if isinstance(table, LloydTable) else (),
+            reach=table.levels[-1] if table else half,
+            narrow=self.bits in (1, 2, 4) and not affine and self.vector == 4,
+            rare=trellis or (self.loose and self.columns < LONG_COLUMNS),
+        )
 
     @cached_property
     def ragged(self) -> "Tile":
         """The same for a short last block."""
         if self.pieces:
             return self
-        columns = _power_of_two(self.block // _ragged_lanes(self.kind))
+        columns = _power_of_two(self.block // ragged_lanes(self.kind))
         return self.loosened(columns if self.gaussian else min(columns, MOST_RAGGED))
 
     def loosened(self, columns: int) -> "Tile":
         """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
-        lanes = _ragged_lanes(self.kind)
+        lanes = ragged_lanes(self.kind)
         words = (False,) * len(self.words)
         plain = replace(self, words=words, whole=False, grouped=False, even=False)
         return replace(plain, lanes=lanes, vector=1, columns=columns, rows=1, loose=True)
@@ -175,16 +122,11 @@ class Tile:
     def __hash__(self) -> int:
         return hash(self._text)
 
-    @property
-    def _table(self) -> LloydTable | TrellisTable:
-        return TRELLIS[self.bits] if self.trellis else LLOYD[self.bits]
-
     @cached_property
     def _text(self) -> str:
-        """Everything that a kernel sees, derived numbers too: Triton keeps compiled kernels on disk under this."""
-        table = self._table if self.gaussian else None
+        """Everything that a kernel sees: Triton keeps compiled kernels on disk under this."""
         ragged = None if self.pieces else (self.ragged.lanes, self.ragged.columns)
-        return f"Tile{(*astuple(self), self.planes, table, ragged)}"
+        return f"Tile{(*astuple(self), ragged)}"
 
     def __repr__(self) -> str:  # part of the key under which a compiled kernel is found, at every launch
         return self._text
@@ -205,13 +147,13 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     return found.loosened(LONG_COLUMNS) if lanes * vector * columns > MOST_CODES else found
 
 
-def _ragged_lanes(kind: int) -> int:
+def ragged_lanes(kind: int) -> int:
     """Lanes of blocks of any length: their codes are a multiple of 8, but those of casts."""
     return 1 if kind == Kind.CAST else 8
 
 
 def _lanes(format: Format, wanted: int) -> int:
-    """`wanted`, or the nearest number that cuts a block into whole groups of neighbours; positions of a strand."""
+    """`wanted`, or the nearest number that cuts a block into whole groups of neighbors; positions of a strand."""
     if format.kind == Kind.TRELLIS:
         return min(STRAND, format.block)
     lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane

@@ -1,4 +1,4 @@
-"""Tiles from and to memory: floats in groups of neighbours, codes packed into the bytes of their planes.
+"""Tiles from and to memory: floats in groups of neighbors, codes packed into the bytes of their planes.
 
 Every function takes the tile T ([Note: A tile] in tile.py) and mostly its position. All tensors have the shape
 (rows, columns), also the numbers that a row has once: these are the same in all columns.
@@ -119,7 +119,7 @@ def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.conste
 
 # --- code planes ------------------------------------------------------------------------------------------------------
 # Lane k is in bank k % banks of a plane, its bits k // banks places up in the byte. A word holds the bytes of a
-# column's `vector` neighbours in one bank.
+# column's `vector` neighbors in one bank.
 
 
 @triton.jit
@@ -265,6 +265,24 @@ def added(a, b):
     done = ()
     for i in tl.static_range(len(a)):
         done = done + (a[i] + b[i],)
+    return done
+
+
+@triton.jit
+def minus(a, b):
+    """a - b."""
+    done = ()
+    for i in tl.static_range(len(a)):
+        done = done + (a[i] - b[i],)
+    return done
+
+
+@triton.jit
+def fused(tile, factor, b):
+    """tile * factor + b, rounded once."""
+    done = ()
+    for i in tl.static_range(len(tile)):
+        done = done + (tl.fma(tile[i], factor, b[i]),)
     return done
 
 

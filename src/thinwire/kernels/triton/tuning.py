@@ -1,9 +1,9 @@
-"""How kernels are cut up: by a table that comes with the package, or by measurement where it is asked for.
+"""How kernels are cut into programs: by a table in this file, or by measurement if requested.
 
-The table is what was best on an H200; cards with less memory bandwidth per multiprocessor take small tiles throughout.
-Nothing is measured in a call, unless THINWIRE_TUNE=1: then the first large tensor of a kind is preceded by a
-measurement of a few configurations on buffers of its own, which compiles each and waits for the device. Results are
-kept in THINWIRE_CACHE, or thinwire/ in the user's cache directory, and used from then on. No choice changes a byte.
+The table holds what was fastest on an H200; GPUs with less memory bandwidth per multiprocessor use small tiles. With
+THINWIRE_TUNE=1, the first large tensor of each kind triggers a measurement of a few configurations on separate buffers,
+which compiles each and waits for the device. Results are kept in THINWIRE_CACHE, or thinwire/ in the user's cache
+directory, and reused. No configuration changes a byte.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ import triton
 
 from thinwire.kernels.schema import Encoding
 from thinwire.kernels.triton import launch
-from thinwire.kernels.triton.compiling import noted, tell
+from thinwire.kernels.triton.compiling import say
 from thinwire.kernels.triton.launch import MOST_UNROLLED, Config
 from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.wire import Format, Kind
 
-SMALL = 1 << 20  # elements; fewer do not fill the card, so that a thread should have little to do
+SMALL = 1 << 20  # elements; fewer do not fill the GPU, so a thread should have little to do
 LARGE = 1 << 22  # from here on a better configuration is worth a measurement, if measurements are wanted
 SHORT = Config(4, 1)
-STARVED = Config(4, 2)  # few registers, quickly compiled; two warps, as such cards hold few programs at a time
+STARVED = Config(4, 2)  # few registers, quickly compiled; two warps, as such GPUs hold few programs at a time
 FED_BYTES = 13e9  # of memory bandwidth per multiprocessor: A100 14 to 19, H100 25, H200 36; RTX, L40S, A10 5 to 12
 _ELEMENTS = 1 << 25  # measured on: more than an L2 cache holds
 _ROUNDS = 5
@@ -81,13 +81,13 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
 
 @lru_cache(maxsize=64)
 def starved(device: torch.device) -> bool:
-    """Whether the card's memory, and not its arithmetic, is what every kernel waits for."""
+    """Whether memory bandwidth, not arithmetic, limits every kernel on this GPU."""
     return _starved(torch.cuda.get_device_properties(device))
 
 
-def _starved(card: Any) -> bool:
-    bandwidth = 2 * 1e3 * card.memory_clock_rate * card.memory_bus_width / 8  # kHz, twice a cycle; bits
-    return bool(0 < bandwidth < FED_BYTES * card.multi_processor_count)
+def _starved(gpu: Any) -> bool:
+    bandwidth = 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8  # kHz, twice a cycle; bits
+    return bool(0 < bandwidth < FED_BYTES * gpu.multi_processor_count)
 
 
 def _first_choice(key: _Key, op: str, device: torch.device, numel: int, world: int) -> Config:
@@ -99,19 +99,19 @@ def _first_choice(key: _Key, op: str, device: torch.device, numel: int, world: i
     table = STARVED if starved(device) else options[0]
     found = next((config for config in options if known == [config.lanes, config.warps]), None)
     if found is None and os.environ.get("THINWIRE_TUNE") == "1":
-        if numel < LARGE or _busy(device):
+        if numel < LARGE or _captured(device):
             return table  # and perhaps better the next time
-        tell(f"measuring configurations of {name}, some seconds; kept for later runs in {_file(device)}")
+        say(f"measuring configurations of {name}, some seconds; kept for later runs in {_file(device)}")
         found = _measured(op, how, dtype, device, world)
         if found is not None:
             _write(device, {name: [found.lanes, found.warps]})
     return _chosen.setdefault(key, found or table)
 
 
-def _busy(device: torch.device) -> bool:
-    """Whether launches are captured in a graph, or only compiled."""
+def _captured(device: torch.device) -> bool:
+    """Whether launches are captured in a graph."""
     with torch.cuda.device(device):
-        return noted.get() is not None or torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def _text(how: Encoding) -> str:
 def _file(device: torch.device) -> Path:
     root = os.environ.get("THINWIRE_CACHE")
     home = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "thinwire"
-    card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device)).strip("-").lower()
-    return home / f"kernels-{card}-triton-{triton.__version__}.json"
+    gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device)).strip("-").lower()
+    return home / f"kernels-{gpu}-triton-{triton.__version__}.json"
 
 
 @lru_cache(maxsize=16)

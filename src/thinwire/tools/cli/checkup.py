@@ -11,7 +11,6 @@ import torch
 
 from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu, select, use_backend
-from thinwire.kernels.triton.compiling import compiling
 from thinwire.tools.bench.record import Progress
 from thinwire.tools.cli import selftest
 from thinwire.tools.local import link as links
@@ -34,7 +33,7 @@ class Finding:
 def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
     """The findings, as they come.
 
-    follow: shows the progress of GPU kernels being compiled. full: compare all of them, which takes minutes.
+    follow: shows the progress of a self-test of GPU kernels. full: compare all of them, which takes minutes.
     """
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
@@ -102,10 +101,7 @@ def _same_bytes(
     name = f"{name} self-test"
     try:
         with use_backend("auto"):
-            if device.type == "cuda":
-                with compiling(follow):
-                    selftest.differences(backend, device, few)
-            compared, wrong = selftest.differences(backend, device, few)
+            compared, wrong = selftest.differences(backend, device, few, follow)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:

@@ -1,6 +1,7 @@
 """Whether the kernels of this machine work: every op of every codec against the reference."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, codec, names
 from thinwire.kernels import Backend, Encoding, hashing, reference, select, use_backend
+from thinwire.tools.bench.record import Progress
 
 SIZES = (1, 129, 1001)  # one element, a block and a bit, several blocks and a bit
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,22 +44,27 @@ def _lost(chosen: Codec, x: Tensor) -> float:
     return float((x - out).double().square().sum() / x.double().square().sum())
 
 
-def differences(backend: Backend, device: torch.device, few: bool = False) -> tuple[int, list[str]]:
+def differences(
+    backend: Backend, device: torch.device, few: bool = False, follow: Progress = iter
+) -> tuple[int, list[str]]:
     """How many results of `backend` were compared with the reference, and those whose bytes differ; [] is good.
 
-    few: what a DDP model uses first, for kernels that are compiled when they are used.
+    few: what a DDP model uses first, for kernels that are compiled when they are used. follow: is handed the cases.
     """
     compared = [codec(spec) for spec in FEW] if few else codecs()
-    ops = FEW_OPS if few else OPS
-    dtypes = DTYPES[:1] if few else DTYPES
-    found = []
-    for chosen, numel, dtype in product(compared, SIZES, dtypes):
+    ops, dtypes = (FEW_OPS, DTYPES[:1]) if few else (OPS, DTYPES)
+
+    def compare(chosen: Codec, numel: int, dtype: torch.dtype) -> list[tuple[str, bool]]:
         how = chosen.encoding(dtype)
         if select(device, how.format) is reference:  # it serves this format alone
-            continue
+            return []
         x_WN = _inputs(numel, device).to(dtype)
         ours, theirs = (_results(each, how, x_WN, ops) for each in (backend, reference))
-        found += [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
+        return [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
+
+    with ThreadPoolExecutor(8 if device.type == "cuda" else 1) as pool:  # so that kernels are compiled together
+        waiting = {f"{c} {d} numel={n}": pool.submit(compare, c, n, d) for c, n, d in product(compared, SIZES, dtypes)}
+        found = [pair for name in follow(list(waiting)) for pair in waiting[name].result()]
     return len(found), [name for name, same in found if not same]
 
 
