@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from thinwire.kernels.triton import compiling
-from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton import compiling, prepared
+from thinwire.kernels.triton.prepared import Prepared, Repeated
 
 NAMES = ("x", "stride", "numel", "rows", "wire", "shape", "SIZE")
 X = torch.zeros(8)
@@ -206,3 +207,18 @@ def test_one_rank_of_a_machine_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch
 def lock_in(folder: Path) -> Path:
     (found,) = folder.glob("*.lock")
     return found
+
+
+def test_a_repeated_launch_tells_dtypes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program may serve two models, of which one remembers in fp32 and one in bf16."""
+    monkeypatch.setattr(prepared, "_stream", lambda device: 0)
+    kernel = Kernel()
+    known = {"stride": 3, "numel": 5, "rows": 7, "shape": SHAPE}
+    made = Prepared(kernel, torch.device("cpu"), 1, 4, known, {"SIZE": 4})
+    repeated = Repeated(lambda grouped: made, ("x", "wire"))
+    for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        repeated((torch.zeros(16, dtype=dtype), WIRE))
+    assert [warmup["x"].dtype for warmup in kernel.warmups] == [torch.float32, torch.bfloat16]
+    assert kernel.made is not None
+    kinds = [type(launch["x"]) for launch in kernel.made.launches]
+    assert kinds == [Tensor, int, Tensor, int, int]  # addresses, once a kernel is known

@@ -355,9 +355,10 @@ class StreamTransport(Transport):
         self._moved(sent.numel() - sent.numel() // self.world)
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
-                rows = sent.chunk(2)
-                _finish(group_all_gather(self.group, came, rows[1 - self.rank], _GATHER))
-                came.chunk(2)[self.rank].copy_(rows[self.rank])
+                half = sent.numel() // 2
+                own, other = (sent[:half], sent[half:]) if self.rank == 0 else (sent[half:], sent[:half])
+                _finish(group_all_gather(self.group, came, other, _GATHER))
+                (came[half:] if self.rank else came[:half]).copy_(own)
             else:
                 _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 

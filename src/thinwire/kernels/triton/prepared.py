@@ -114,8 +114,8 @@ class _Start(NamedTuple):
 class Repeated:
     """A kernel that is started again and again, on tensors, and on numbers of 32 bits or structures of them.
 
-    Which compiled kernel serves them depends on where the tensors begin within 16 bytes alone, so it is kept by that.
-    The first time `make` is asked for a kernel, for tensors of which four neighbors can be read at once or not. The
+    Which compiled kernel serves them depends on the tensors' dtypes (feedback may remember in fp32 or bf16) and on
+    where they begin within 16 bytes, so it is kept by those. The first time `make` is asked for a kernel, for tensors of which four neighbors can be read at once or not. The
     order of the arguments is that of the names. Where the first tensor has no memory, the kernel is only compiled.
     """
 
@@ -130,12 +130,12 @@ class Repeated:
         self._names = (*tensors, *numbers)
         self._places: list[int] = []  # of these among the kernel's arguments
         self._even = even  # whether rows too begin where four neighbors do
-        self._starts: dict[tuple[int, ...], _Start] = {}  # by the addresses modulo 16
+        self._starts: dict[tuple[Any, ...], _Start] = {}  # by the dtypes, and the addresses modulo 16
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
         """Start it on the current stream."""
         values = [tensor.data_ptr() for tensor in tensors]
-        where = tuple([address & 15 for address in values])
+        where = (*[address & 15 for address in values], *[tensor.dtype for tensor in tensors])
         start = self._starts.get(where)
         if start is None or start.device != _device() or tensors[0].is_meta:
             self._by_name(tensors, numbers, where)
@@ -146,7 +146,7 @@ class Repeated:
             args[place] = value
         start.run(*args, stream=_stream(start.device))
 
-    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[int, ...]) -> None:
+    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[Any, ...]) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
         floats = [given[name] for name in _FLOATS if name in given and given[name].dtype != torch.uint8]
         prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
