@@ -238,7 +238,7 @@ def sharded(group: Group, accelerator: Options) -> list[Found]:
     return [train(group, run) for run in runs]
 
 
-@pytest.mark.parametrize("way", ["accumulated", "compiled"])
+@pytest.mark.parametrize("way", ["accumulated", *thorough("compiled")])
 def test_a_model_of_the_fsdp_plugin_is_compressed(ranks: RankPool, way: str) -> None:
     for plain, none, rounded, exact, int8 in ranks(2).run(sharded, WAYS[way]):
         assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))

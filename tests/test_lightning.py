@@ -87,7 +87,14 @@ CASES = {
         FSDP2._replace(trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.1}), ratio=3.2, bounded=False
     ),
 }
-MORE = ("clipping by value", "fsdp2")  # of which others have the parts
+MORE = (
+    "clipping by value",
+    "clipping by norm",
+    "bf16-true",
+    "static graph, views",
+    "torch.compile",
+    "fsdp2",
+)  # thorough
 
 
 @needs_lightning
