@@ -115,8 +115,8 @@ class Repeated:
     """A kernel that is started again and again, on tensors, and on numbers of 32 bits or structures of them.
 
     Which compiled kernel serves them depends on the tensors' dtypes (feedback may remember in fp32 or bf16) and on
-    where they begin within 16 bytes, so it is kept by those. The first time `make` is asked for a kernel, for tensors of
-    which four neighbors can be read at once or not. The order of the arguments is that of the names. Where the first
+    where they begin within 16 bytes, so it is kept by those. The first time `make` is asked for a kernel, for tensors
+    of which four neighbors can be read at once or not. The order of the arguments is that of the names. Where the first
     tensor has no memory, the kernel is only compiled.
     """
 
