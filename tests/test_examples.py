@@ -109,7 +109,7 @@ def printed(ranks: RankPool, name: str, folder: Path, words: list[str]) -> str:
 
 
 def test_every_example_is_run() -> None:
-    elsewhere = {"powersgd_to_thinwire.py", "ray_train.py"}  # below, and in test_ray.py
+    elsewhere = {"powersgd_to_thinwire.py", "ray_train.py", "rehearse.py"}  # below, in test_ray.py, test_rehearse.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == {run.name for run in RUNS} | elsewhere
     listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text())
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))

@@ -225,7 +225,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "rehearse.py"
 def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     page, written = tmp_path / "page.md", tmp_path / "record.json"
     flags = ["--codecs", "int8,int2", "--world", "4", "--seeds", "2", "--page", str(page), "--json", str(written)]
-    result = CliRunner().invoke(app, ["rehearse", str(EXAMPLE), *flags, "--", "60"])
+    result = CliRunner().invoke(app, ["rehearse", str(EXAMPLE), *flags, "--", "--steps", "60"])
     assert result.exit_code == 0, result.output
     rows: dict[Any, Any] = {row["arm"]: row for row in record.read(str(written)).rows}
     assert list(rows) == ["none", "null", "int8", "int2"]
