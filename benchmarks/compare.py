@@ -37,6 +37,7 @@ LABELS: dict[str, tuple[str, ...]] = {  # rows of two records with the same labe
         *("task", "method", "weight_bits", "act_bits"),
         *("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads"),
     ),
+    "loss": ("size", "optimizer", "arm", "world", "steps"),
     "link": ("world", "link", "backend", "nbytes"),
     "soak": ("world",),
 }

@@ -45,7 +45,7 @@ def bench(*flags: str) -> Any:
 
 
 def test_the_columns_scripts_rely_on() -> None:
-    kinds = {"codec", "kernels", "collectives", "train", "qat", "link", "soak"}
+    kinds = {"codec", "kernels", "collectives", "train", "loss", "qat", "link", "soak"}
     assert set(record.COLUMNS) == kinds
     assert set(record.COLUMNS["codec"]) == set(CODEC_ROW)
     kernels = "op codec backend device dtype numel world threads ms_p50 ms_p20 ms_p80 copy_ms times_copy copy_share"

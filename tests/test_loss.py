@@ -14,6 +14,7 @@ from benchmarks import simulated
 from benchmarks.loss import arms, curve, runs, task
 from ranks import RankPool
 from replicas import Group, draw
+from thinwire.errors import RecordError
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.models import ParameterNames
@@ -125,7 +126,7 @@ def test_an_interval_is_students() -> None:
     assert found.half == pytest.approx(4.303 * 0.01 / math.sqrt(3))  # standard deviation 0.01, two degrees of freedom
     assert (found.pairs, found.worse, found.none_seen) == (3, False, False)
     assert pairs.difference({1: 1.5}, plain).half is None
-    with pytest.raises(ValueError, match="no seed"):
+    with pytest.raises(RecordError, match="no seed"):
         pairs.difference({7: 1.0}, plain)
     assert pairs.t95(15) == 2.131
     assert pairs.t95(30) == pytest.approx(2.042, abs=0.01)

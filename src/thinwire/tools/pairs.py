@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from thinwire.errors import RecordError
+
 MARGIN = 0.003  # nats: differences inside it count as none
 # Student's t that 95 % of draws stay inside of, both signs, for 1, 2, ... degrees of freedom; then the normal's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -44,10 +46,10 @@ def t95(freedom: int) -> float:
 
 
 def difference(losses: Mapping[int, float], plain: Mapping[int, float]) -> Difference:
-    """Of the seeds that both have; raises ValueError if there are none."""
+    """Of the seeds that both have; raises RecordError if there are none."""
     found = [losses[seed] - plain[seed] for seed in sorted(losses.keys() & plain.keys())]
     if not found:
-        raise ValueError("no seed was trained both ways")
+        raise RecordError("no seed was trained both ways")
     mean = math.fsum(found) / len(found)
     if len(found) < 2:
         return Difference(mean, None, 1)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from thinwire.tools.bench.record import Progress, Record, Row, collect
 
 NONE, NULL = "none", "null"
 NOISE = 1e-6  # of the null arm, relative: what chance alone does to a run
-_SEED = "THINWIRE_REHEARSAL_SEED"
 _LINES = 15  # of a script's output that an error shows
 
 
@@ -109,9 +109,10 @@ def train(plan: Plan, case: Case) -> tuple[list[float], float | None]:
             "codec": NONE if plain else case.arm,
             "world": plan.world,
             "noise": NOISE if case.arm == NULL else 0.0,
+            "seed": case.seed,
             "out": str(out),
         }
-        environment = {**os.environ, ENVIRONMENT: json.dumps(asked), _SEED: str(case.seed)}
+        environment = {**os.environ, ENVIRONMENT: json.dumps(asked)}
         command = [sys.executable, "-m", __name__, plan.script, *plan.arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -150,11 +151,13 @@ def _cell(value: object, form: str) -> str:
 
 def main() -> None:
     """Run a script with a seed, as `python SCRIPT ...` would without one."""
-    seed = int(os.environ[_SEED])
+    seed = json.loads(os.environ[ENVIRONMENT])["seed"]
     random.seed(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:  # torch imports it where it is installed
-        sys.modules["numpy"].random.seed(seed)
+    with suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed)
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
