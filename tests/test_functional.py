@@ -47,6 +47,12 @@ def shape_of(name: str, group: Group) -> tuple[int, ...]:
     }.get(name, (2, 1, 2))
 
 
+# Dynamo of torch 2.11 makes no constants of codecs and ReduceOps: there a compiled function takes them as strings.
+OLD = torch.__version__ < "2.12"
+SPELLED: Callable[[thinwire.Codec], thinwire.Codec | str] = str if OLD else lambda codec: codec
+AVG: Any = "avg" if OLD else dist.ReduceOp.AVG
+
+
 def verbs(group: Group, **how: Any) -> dict[str, Verb]:
     """Every verb, by a name that says what is special."""
     out_rows, in_rows = splits(group)
@@ -58,7 +64,7 @@ def verbs(group: Group, **how: Any) -> dict[str, Verb]:
         "all_gather dim 1": partial(F.all_gather, dim=1, **how),
         "all_gather dim -1": partial(F.all_gather, dim=-1, **how),
         "reduce_scatter": partial(F.reduce_scatter, **how),
-        "reduce_scatter avg dim -1": partial(F.reduce_scatter, op=dist.ReduceOp.AVG, dim=-1, **how),
+        "reduce_scatter avg dim -1": partial(F.reduce_scatter, op=AVG, dim=-1, **how),
         "all_to_all_single": partial(F.all_to_all_single, **how),
         "all_to_all_single uneven": partial(
             F.all_to_all_single, output_split_sizes=out_rows, input_split_sizes=in_rows, **how
@@ -328,7 +334,7 @@ def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
 def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
     wrong = []
     for name in names:
-        how = {"codec": thinwire.Lloyd(4), "backward_codec": "int8", "algorithm": "compressed", "step": 0}
+        how = {"codec": SPELLED(thinwire.Lloyd(4)), "backward_codec": "int8", "algorithm": "compressed", "step": 0}
         verb = verbs(group, **how)[name]
         x = random_input(name, group)
         eager = gradient(lambda x, verb=verb: verb(x * 2) + 1, x, 3)
@@ -357,7 +363,8 @@ def compiled_with_meshes_ops_and_codec_objects(group: Group) -> list[str]:
     mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("all",))
     mixed = thinwire.BySize(thinwire.Cast("bf16"), thinwire.BlockInt(4), min_numel=2)
     wrong = []
-    for how in ({"group": mesh}, {"codec": mixed}, {"op": dist.ReduceOp.AVG}, {"codec": thinwire.BlockInt(4, 64)}):
+    block = thinwire.BlockInt(4, 64)
+    for how in ({"group": mesh}, {"codec": SPELLED(mixed)}, {"op": AVG}, {"codec": SPELLED(block)}):
         x = torch.randn(9, generator=seeded(group.rank()))
         verb = partial(F.all_reduce, **how)
         if not torch.equal(compiled(verb)(x), verb(x * 2) + 1):
@@ -402,7 +409,7 @@ def compile_changing(group: Group) -> tuple[list[bool], int]:
     same = [torch.equal(by_step(x, s), F.all_reduce(x, codec="lloyd1", step=s, **how)) for s in range(6)]
     by_codec = torch.compile(lambda x, codec: F.all_reduce(x, codec=codec, **how), backend=backend, fullgraph=True)
     count = len(graphs)
-    for codec in (thinwire.BlockInt(4), thinwire.BlockInt(3), thinwire.BlockInt(4, 64), "int2"):
+    for codec in (*map(SPELLED, (thinwire.BlockInt(4), thinwire.BlockInt(3), thinwire.BlockInt(4, 64))), "int2"):
         same.append(torch.equal(by_codec(x, codec), F.all_reduce(x, codec=codec, **how)))
     return same, count
 

@@ -212,6 +212,7 @@ def lock_in(folder: Path) -> Path:
 def test_a_repeated_launch_tells_dtypes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program may serve two models, of which one remembers in fp32 and one in bf16."""
     monkeypatch.setattr(prepared, "_stream", lambda device: 0)
+    monkeypatch.setattr(prepared, "_device", lambda: None)  # a CUDA build asks the driver
     kernel = Kernel()
     known = {"stride": 3, "numel": 5, "rows": 7, "shape": SHAPE}
     made = Prepared(kernel, torch.device("cpu"), 1, 4, known, {"SIZE": 4})
