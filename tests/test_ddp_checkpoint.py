@@ -442,7 +442,7 @@ def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     for found in ranks(2).run(misfits, others):
         assert found.pop("untouched") == "True"
         assert "another model" in found.pop("other names")
-        assert ", which this model does not have" in found.pop("other names, nothing owed")
+        assert "expected a parameter of this model as a name in layout" in found.pop("other names, nothing owed")
         assert {name for name, word in words.items() if word not in found[name]} == set(), found
 
 

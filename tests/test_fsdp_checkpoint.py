@@ -220,4 +220,4 @@ def test_states_that_cannot_be_loaded_are_refused(ranks: RankPool) -> None:
         assert "got an empty list" in none
         assert "needs what ranks" in ranks_missing
         assert "replicas" in mesh
-        assert "of another model: other" in model
+        assert "a parameter of this model as a name in ranks[" in model
