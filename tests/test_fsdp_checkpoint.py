@@ -181,12 +181,15 @@ def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: P
 
 
 def saved_again(group: Group) -> list[Tensor]:
-    """Copies of weights: as a run has them, and as another has that loaded them and did nothing yet."""
+    """Copies of weights: as a run has them, and as another that loaded them, and then rejected what does not fit."""
     mesh = mesh_of(group, False)
     first = Run(mesh, COPIES)
     first.train(0, SAVED_AT)
     second = Run(mesh, COPIES)
-    second.handle.load_state_dict(first.handle.state_dict())
+    state = first.handle.state_dict()
+    second.handle.load_state_dict(state)
+    for wrong, words in (({"replicated": True}, "replicas"), ({"world": 7, "ranks": {}}, "needs what ranks")):
+        assert words in message_of(lambda wrong=wrong: second.handle.load_state_dict({**state, **wrong}))
     states = [run.handle.state_dict()["replica"] for run in (first, second)]
     return [torch.cat([whole(copy).view(-1) for copy in state.values()]) for state in states]
 
@@ -195,29 +198,3 @@ def test_what_was_loaded_may_be_saved_at_once(ranks: RankPool) -> None:
     for first, second in ranks(3).run(saved_again):
         assert first.norm() > 0
         assert torch.equal(first, second)
-
-
-def refused(group: Group) -> list[str]:
-    mesh = mesh_of(group, False)
-    run = Run(mesh, CLASSIC)
-    run.train(0, 1)
-    state = run.handle.state_dict()
-    (key,) = state["ranks"]
-    cases: list[Any] = [
-        {},
-        [],
-        {**state, "world": 7, "ranks": {}},
-        {**state, "replicated": True},
-        {**state, "ranks": {key: {"other": torch.zeros(3)}}},
-    ]
-    return [message_of(lambda case=case: run.handle.load_state_dict(case)) for case in cases]
-
-
-def test_states_that_cannot_be_loaded_are_refused(ranks: RankPool) -> None:
-    for said in ranks(2).run(refused):
-        empty, none, ranks_missing, mesh, model = said
-        assert "expected what state_dict()" in empty
-        assert "got an empty list" in none
-        assert "needs what ranks" in ranks_missing
-        assert "replicas" in mesh
-        assert "of another model: other" in model

@@ -3,9 +3,12 @@
 import copy
 import io
 import json
+import math
 import pickle
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 import thinwire
-from cases import assert_same, by_turns, heard
+from cases import assert_same, by_turns, digest, heard
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
-from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
+from thinwire import CodecError, CollectiveError, DDPState, DiLoCo, compress_ddp, compress_fsdp
 from thinwire.integrations.choice.options import Rules, family
 from thinwire.integrations.models import bare_optimizer, plain_name
 
@@ -431,50 +435,100 @@ def test_a_profile_has_ranges(ranks: RankPool) -> None:
 # States that are damaged.
 
 
-def damages(state: dict[str, Any]) -> dict[str, Any]:
-    """Copies of a state with something wrong in each."""
-    found: dict[str, Any] = {f"without {key}": {k: v for k, v in state.items() if k != key} for key in state}
-    ((rank, own),) = state["ranks"].items()
-    name = next(iter(own))
-    worse = {
-        "a negative step": {"step": -1},
-        "no ranks": {"world": 0},
-        "a step in words": {"step": "three"},
-        "NaN": {"ranks": {rank: {**own, name: torch.full_like(own[name], float("nan"))}}},
-        "integers": {"ranks": {rank: {**own, name: torch.zeros(own[name].shape, dtype=torch.int64)}}},
-        "a list": {"ranks": [own]},
-        "a wrong length": {"ranks": {rank: {**own, name: own[name][:-1]}}},
-        "an unknown codec": {"decisions": {**state["decisions"], "chosen": "nope"}},
-        "no widths": {"decisions": {"optimizer": "", "chosen": "", "why": ""}},
-        "feedback that is no list": {"feedback": 3},
-    }
-    return found | {what: {**state, **wrong} for what, wrong in worse.items()} | {"nothing": None, "a number": 3}
+WRONG: dict[str, Any] = {
+    **{"None": None, "text": "boo", "negative": -5, "huge": 10**30, "NaN": math.nan, "mapping": {"boo": 1}},
+    "integers": lambda values: values.to(torch.int32),
+    "not finite": lambda values: torch.full_like(values, math.nan),
+    "too few": lambda values: local(values).reshape(-1)[:-1],
+}
+VALID = {  # by field, what makes another valid state
+    r".*(why|(feedback|widths|sent)\.\d+\.0)": {"text"},
+    r".*errors\.\d\.\d+\.1": {"huge", "NaN"},  # those of a step with NaN are not finite
+    r"under_way\.0\.(sent|average)": {"not finite"},  # a round that is not finite is dropped when it is due
+    r"outer_optimizer\.param_groups\.0\.\w+": {"None", "huge"},  # torch's defaults; a learning rate of 10**30
+    r"outer_optimizer\.state\.\d(\.step)?": {"mapping", "huge"},
+    r"outer_optimizer\.state\.\d\.momentum_buffer": {"None"},  # SGD has none yet
+}
+STATES: dict[str, dict[str, Any]] = {
+    "DDP": {"codec": "auto:2.5", "feedback": "ef21", "replan_every": 1},
+    "FSDP2": {"gradients": "auto:3", "feedback": "ef21", "replan_every": 1},
+    "FSDP2 with copies": {"gradients": "lloyd4", "weights": "lloyd4", "replica": True},
+    "DiLoCo": {"codec": "auto:2.5", "feedback": "classic"},
+    "DiLoCo with Adam": {"codec": "lloyd2", "outer_optimizer": torch.optim.Adam},
+}
 
 
-def damaged(group: Group) -> tuple[list[str], bool]:
-    """Damaged states that were loaded, or refused in other words; whether the run went on as if nothing happened."""
-    runs = []
-    accepted: list[str] = []
-    for spoilt in (False, True):
-        model = wrap(network(), group)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        handle = compress_ddp(model, "lloyd2", feedback="classic")
-        learn(model, optimizer, group.rank(), range(3))
-        if spoilt:
-            for what, state in damages(handle.state_dict()).items():
-                try:
-                    handle.load_state_dict(state)
-                    accepted.append(what)
-                except ThinwireError:
-                    pass
-                except Exception as error:
-                    accepted.append(f"{what}: {error!r}")
-        learn(model, optimizer, group.rank(), range(3, 5))
-        runs.append(flat(list(model.parameters())))
-    return accepted, torch.equal(*runs)
+def run_of(group: Group, kind: str) -> tuple[Any, nn.Module]:
+    """A handle and its model after some steps; DiLoCo's with one round applied and another in flight."""
+    if kind.startswith("FSDP2"):
+        run = Run(mesh_of(group, False), STATES[kind])
+        run.train(0, 2)
+        return run.handle, run.model
+    model = wrap(network(), group) if kind == "DDP" else network()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    make: Any = compress_ddp if kind == "DDP" else partial(DiLoCo, inner_optimizer=inner, every=2, overlap=1)
+    handle = make(model, **STATES[kind])
+    learn(model, inner, group.rank(), range(4))
+    return handle, model
 
 
-def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool) -> None:
-    for accepted, same in ranks(2).run(damaged):
-        assert accepted == []
-        assert same
+def local(values: Any) -> Any:
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def bits(value: Any) -> Any:
+    """A state, to compare."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.shape, digest(local(value))
+    if isinstance(value, Mapping):
+        return {key: bits(held) for key, held in value.items()}
+    return [bits(held) for held in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def replaced(state: Any, path: Sequence[Any], new: Any) -> Any:
+    """A state with something else in one field."""
+    if not path:
+        return new(state) if callable(new) else new
+    inner = replaced(state[path[0]], path[1:], new)
+    if isinstance(state, Mapping):
+        return {**state, path[0]: inner}
+    return [inner if at == path[0] else held for at, held in enumerate(state)]
+
+
+def fields_of(value: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Every field with its path."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, held in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield [key], held
+            yield from (([key, *path], inner) for path, inner in fields_of(held))
+
+
+def damaged(group: Group, kind: str) -> tuple[int, list[str]]:
+    """How many damaged states there are; those that are loaded, change something, or are rejected in other words."""
+    handle, model = run_of(group, kind)
+    state = copy.deepcopy(handle.state_dict())
+    before = bits([state, model.state_dict()])
+    count, found = 0, []
+    for path, value in fields_of(state):
+        name = ".".join(map(str, path))
+        fits = {what for pattern, some in VALID.items() if re.fullmatch(pattern, name) for what in some}
+        wrong = {what: new for what, new in WRONG.items() if not callable(new) or isinstance(value, Tensor)}
+        cases = {what: replaced(state, path, wrong[what]) for what in wrong.keys() - fits if value is not None}
+        if len(path) == 1:
+            cases["nothing"] = {key: held for key, held in state.items() if key != path[0]}
+        for what, case in cases.items():
+            text = message_of(lambda case=case: handle.load_state_dict(case))
+            if not text.startswith("load_state_dict: ") or str(path[0]) not in text:
+                found.append(f"{name}, {what}: {text}")
+        count += len(cases)
+        if bits([handle.state_dict(), model.state_dict()]) != before:
+            found.append(f"{name}: changed")
+    handle.load_state_dict(state)
+    return count, found if bits([handle.state_dict(), model.state_dict()]) == before else [*found, "the state itself"]
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool, kind: str) -> None:
+    for count, found in ranks(2).run(damaged, kind):
+        assert not found, "\n".join(found)
+        assert count > 200

@@ -29,7 +29,7 @@ FLOORS = [
     {"wire"},
     {"kernels"},
     {"codecs", "feedback"},
-    {"collectives"},
+    {"collectives", "schema"},
     {"functional", "qat"},
     {"integrations"},
     {"integrations.fsdp"},

@@ -12,7 +12,7 @@ import functools
 import io
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire import feedback
+from thinwire import feedback, schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, torch_verbs
 from thinwire.collectives.groups import on_nccl
 from thinwire.collectives.work import new_future
-from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.errors import CollectiveError
+from thinwire.integrations.choice.options import FAMILIES
 from thinwire.integrations.models import Names, ParameterNames
 from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync
 
@@ -35,6 +36,7 @@ State = dict[str, Any]
 Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
 Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
+Loaded = tuple[int, Layout | None, Collection[str] | None]  # the step, and the arguments of `Restorer.restore`
 
 
 def save(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
@@ -145,96 +147,78 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_nccl(group) else torch.device("cpu")
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """Re-raise what a damaged or foreign state causes as CollectiveError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        if isinstance(error, ThinwireError):
-            raise
-        raise CollectiveError(
-            f"load_state_dict: the state is damaged, or not a state of thinwire ({type(error).__name__}: {error}); "
-            "nothing was loaded"
-        ) from error
+_KIND = schema.one_of(*feedback.KINDS)
+_LOST = schema.field("a squared error", lambda v: (is_int(v) or isinstance(v, float)) and not v < 0)
+_DECISIONS = {
+    "optimizer": schema.one_of("", *FAMILIES),
+    "moments": schema.FLAG,
+    "chosen": schema.field('"" or a codec', lambda value: value == "" or schema.is_codec(value)),
+    "why": schema.TEXT,
+    "widths": schema.pairs(schema.TEXT, schema.CODEC),
+}
+COMMON: Mapping[str, schema.Rule] = {  # the fields of all states
+    "world": schema.RANKS,
+    "feedback": schema.pairs(schema.TEXT, _KIND),
+    "decisions": schema.fields(_DECISIONS),
+}
 
 
-def check_numbers(step: Any, world: Any, *parts: Mapping[str, Tensor]) -> None:
-    """Raise unless these can be a step, a number of ranks and what they remember."""
-    if not is_int(step) or step < 0 or not is_int(world) or world < 1:
-        raise CollectiveError(f"load_state_dict: expected a step and a number of ranks, got {step!r} and {world!r}")
-    for name, values in (item for part in parts for item in part.items()):
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            raise CollectiveError(f"load_state_dict: expected numbers of {name}, got {type(values).__name__}")
-        if not bool(torch.isfinite(values).all()):
-            raise CollectiveError(f"load_state_dict: what is remembered of {name} is not finite")
+def errors_of(known: schema.Rule) -> schema.Rule:
+    """The rule of errors by rank and parameter; those of a step with NaN are not finite."""
+    return schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST))
 
 
-def ranks_needed(rank: int, world: int, old: int, saved: Collection[int], advice: str) -> list[int]:
-    """The ranks, of `old` ones, whose memories this rank takes over; raises unless all of them were saved."""
-    wanted = list(range(rank, old, world))
-    if not set(wanted) <= set(saved):
-        raise CollectiveError(
-            f"load_state_dict: rank {rank} of {world} needs what ranks {wanted} of {old} saved, got that of "
-            f"{sorted(saved)}: {advice}"
-        )
-    return wanted
-
-
-@reading()
-def load(
+@schema.reading()
+def read(
     states: Sequence[Mapping[str, Any]],
     group: dist.ProcessGroup,
     names: ParameterNames,
     sync: GradientSync,
-) -> tuple[int, Layout | None, Collection[str] | None]:
-    """Load these states on this rank: what rank k remembered goes to rank k % world.
+    advice: str = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks",
+    at: str = "",
+) -> Callable[[], Loaded]:
+    """Check these states, the field `at` of others; returns what loads them on this rank, which cannot fail.
 
-    Returns the step to continue with and the arguments of `Restorer.restore`; raises before anything has changed.
+    What rank k remembered goes to rank k % world.
     """
-    rank = group.rank()
-    world = group.size()
-    head = head_of(states, "step")
+
+    def is_known(name: Any) -> bool:
+        return isinstance(name, str) and (not names.from_model or names.size(name) is not None)
+
+    def remembered(name: str) -> schema.Rule:
+        size = names.size(name)
+        return schema.numbers(None if size is None else (size.numel,))
+
+    rank, world = group.rank(), group.size()
+    known = schema.field("a parameter of this model", is_known)
+    rules = {
+        **COMMON,
+        "step": schema.STEPS,
+        "layout": schema.parts(known),
+        "mean": schema.each(known, remembered),
+        "ranks": schema.each(schema.RANK, lambda _: schema.each(known, remembered)),
+        "errors": errors_of(known),
+    }
+    head = schema.head_of(states, VERSION, "step", at)
+    for state in states:
+        schema.fields(rules)(at, state)
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
-    check_numbers(head["step"], head["world"], head["mean"], *parts.values())
-    files = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
-    wanted = ranks_needed(rank, world, head["world"], parts, files)
+    schema.ranks_needed(rank, world, head["world"], parts, advice)
     same = head["world"] == world
     layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
-    for name in (name for found in [*(layout or ()), *(parts[k] for k in wanted)] for name in found):
-        if names.from_model and names.size(name) is None:
-            raise CollectiveError(f"the state is of another model: it has {name}, which this model does not have")
-    for name, values in (saved for k in wanted for saved in parts[k].items()):
-        size = names.size(name)
-        if size is not None and size.numel != values.numel():
-            raise CollectiveError(
-                f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
-            )
     errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
     own = errors[str(rank)] if same else {}
     residuals = feedback.deal(parts, head["world"], rank, world)
-    kinds = dict(head["feedback"])
-    sync.chooser.load_state_dict(head["decisions"], head["step"])  # from here on nothing fails
-    sync.go_on(residuals, head["mean"], kinds, own)
-    loaded = {*own, *(name for part in parts.values() for name in part)}
-    names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may still bring them
-    filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
-    return int(head["step"]), layout, filled if names.from_model else None
 
+    def load() -> Loaded:
+        sync.chooser.load_state_dict(head["decisions"], head["step"])
+        sync.go_on(residuals, head["mean"], dict(head["feedback"]), own)
+        loaded = {*own, *(name for part in parts.values() for name in part)}
+        names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
+        filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
+        return int(head["step"]), layout, filled if names.from_model else None
 
-def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]:
-    """The first state, if all are of one step, which stands under that key, and of one world."""
-    if not states:
-        raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
-    for state in states:
-        if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
-        if (state[step], state["world"]) != (states[0][step], states[0]["world"]):
-            raise CollectiveError(
-                "load_state_dict: the states are of different steps or worlds: "
-                f"{[(state[step], state['world']) for state in states]}"
-            )
-    return states[0]
+    return load
 
 
 class Restorer:

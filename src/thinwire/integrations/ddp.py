@@ -250,7 +250,7 @@ class DDPState(Handle):
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = groups.resolve(self.process_group)
-        self.step, layout, loaded = checkpoint.load(states, group, self._names, self._sync)
+        self.step, layout, loaded = checkpoint.read(states, group, self._names, self._sync)()
         self._restorer.restore(layout, loaded)
         self._ended = True
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from thinwire import schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, groups
 from thinwire.collectives.call import Call
@@ -417,38 +418,40 @@ class DiLoCo(Handle):
 
         A gathered state may come from another number of ranks: what rank k remembered goes to rank k % world.
         """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
-        with checkpoint.reading():
-            shapes = {name: copy.shape for name, copy in self._copies.items()}
-            if shapes != {name: saved.shape for name, saved in state["outer"].items()}:
-                raise CollectiveError("load_state_dict: the state is of another model, or sharded differently")
-            if state["under_way"] and state["fragments"] != len(self._fragments):
+        outer = self._copies
+        count = len(self._fragments)
+        advice = "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+        with schema.reading():
+            schema.check_version(state, _VERSION)
+            copies = schema.fields({name: schema.numbers(values.shape) for name, values in outer.items()})
+            rules = {**dict.fromkeys(("steps", "skipped", "fragments"), schema.STEPS), "outer": copies}
+            schema.fields({**rules, "under_way": schema.LIST, "compression": schema.MAPPING})("", state)
+            schema.field(f"{len(outer)} parameters", lambda value: len(value) == len(outer))("outer", state["outer"])
+            if state["under_way"] and state["fragments"] != count:
                 raise CollectiveError(
-                    f"load_state_dict: the state has rounds in flight of {state['fragments']} fragments, got "
-                    f"{len(self._fragments)} here: use as many, or save while no round is in flight"
+                    f"load_state_dict: the state has rounds in flight of {state['fragments']} fragments, got {count} "
+                    "here: use as many, or save while no round is in flight"
                 )
-            checkpoint.check_numbers(state["steps"], self._group.size(), state["outer"])
-            compression = state["compression"]
-            advice = "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
-            known = [int(k) for k in compression["ranks"]]
-            checkpoint.ranks_needed(self._group.rank(), self._group.size(), compression["world"], known, advice)
-            skipped = int(state["skipped"])
-            under_way = [self._resumed(one) for one in state["under_way"]]
+            under_way = [self._resumed(f"under_way[{at}]", one) for at, one in enumerate(state["under_way"])]
+            load = checkpoint.read([state["compression"]], self._group, self._names, self._sync, advice, "compression")
             for one in self._in_flight:
                 one.wait()  # it must not write into what is loaded
-            self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds, *_ = checkpoint.load([compression], self._group, self._names, self._sync)
-        self.steps = int(state["steps"])
-        self.skipped = skipped
+            schema.load_optimizer("outer_optimizer", self.outer_optimizer, state["outer_optimizer"])
+        self.rounds, *_ = load()  # from here on nothing fails
+        self.steps = state["steps"]
+        self.skipped = state["skipped"]
         self._in_flight = under_way
         with torch.no_grad():
-            for name, copy in self._copies.items():
-                copy.copy_(state["outer"][name])
+            for name, values in outer.items():
+                values.copy_(state["outer"][name])
 
-    def _resumed(self, saved: Mapping[str, Any]) -> _Round:
-        device = self._fragments[saved["fragment"]].outer[0].device
-        sent, average = (saved[name].to(device) for name in ("sent", "average"))
+    def _resumed(self, field: str, saved: Any) -> _Round:
+        of_fragment = schema.field("a fragment", lambda value: is_int(value) and 0 <= value < len(self._fragments))
+        schema.fields({"fragment": of_fragment, "due": schema.STEPS})(field, saved)
+        outer = self._fragments[saved["fragment"]].outer
+        rule = schema.numbers((sum(map(Tensor.numel, outer)),), finite=False)  # NaN is dropped when it is due
+        schema.fields({"sent": rule, "average": rule})(field, saved)
+        sent, average = (saved[name].to(outer[0].device) for name in ("sent", "average"))
         return _Round(saved["fragment"], saved["due"], sent, average, None, self._group)
 
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire import feedback
+from thinwire import feedback, schema
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.fsdp.rows import Gatherer, row_name
-from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter
+from thinwire.integrations.fsdp.torch_internals import ParameterGroup
 from thinwire.integrations.sync import GradientSync
 
 Parts = Mapping[str, Tensor]
@@ -80,7 +80,7 @@ class ShardLayout:
         """The same, by the names of this world's ledger."""
         found = {}
         for name, values in saved.items():
-            parameter = self._known(name, values)
+            parameter = self.parameters[name]
             if self.replicated:
                 found[name] = parameter.part(values)[: parameter.held]
             else:
@@ -90,18 +90,16 @@ class ShardLayout:
 
     def mean(self, name: str, shard: Tensor) -> Tensor:
         """This rank's part of a mean, with its padding where rows are summed."""
-        parameter = self._known(name, shard)
+        parameter = self.parameters[name]
         part = parameter.part(shard)
         return part[: parameter.held] if self.replicated else part
 
-    def _known(self, name: str, values: Tensor) -> ShardedParameter:
-        parameter = self.parameters.get(name)
-        if parameter is None or parameter.shape.numel() != values.numel():
-            has = "no such parameter" if parameter is None else f"{parameter.shape.numel()} elements"
-            raise CollectiveError(
-                f"the state is of another model: {name} has {values.numel()} elements there, here {has}"
-            )
-        return parameter
+    def numbers(self, name: str) -> schema.Rule:
+        """The rule of a parameter's numbers in a state: this rank's shard of them, or all."""
+        parameter = self.parameters[name]
+        whole = schema.numbers(parameter.shape)
+        shard = schema.numbers(parameter.source.sharded_size)
+        return lambda field, v: shard(field, v.to_local()) if isinstance(v, DTensor) else whole(field, v)
 
 
 def export(
@@ -173,7 +171,7 @@ def _whole(layout: ShardLayout, parts: Parts, shards: dist.ProcessGroup | None) 
     return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in parts if rows}
 
 
-@checkpoint.reading()
+@schema.reading()
 def load(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     layout: ShardLayout,
@@ -182,24 +180,42 @@ def load(
 ) -> dict[str, int]:
     """Load a state on this rank, its own or those of all ranks. Returns the steps to continue with."""
     states = list(state) if isinstance(state, Sequence) else [state]
-    head = checkpoint.head_of(states, "steps")
+    head = schema.head_of(states, checkpoint.VERSION, "steps")
+    schema.FLAG("replicated", head["replicated"])
     if head["replicated"] != layout.replicated:
         raise CollectiveError(
             "load_state_dict: states with and without replicas of shards remember different things: load it into "
             "a model on a mesh of as many dimensions"
         )
+    step = "replicas" if layout.replicated else "shards"
+    known = schema.field("a parameter of this model", lambda v: isinstance(v, str) and v in layout.parameters)
+    sharded = schema.each(known, layout.numbers)
+    remembered = {
+        "ranks": schema.each(schema.TEXT, lambda _: schema.MAPPING),
+        "errors": checkpoint.errors_of(known),
+    }
+    rules = {
+        **remembered,
+        **checkpoint.COMMON,
+        "steps": schema.fields(dict.fromkeys(("shards", step), schema.STEPS)),
+        "gathered": schema.FLAG,
+        "mean": sharded,
+        "replica": sharded,
+        "sent": schema.pairs(schema.TEXT, schema.STEPS),
+    }
+    for saved in states:
+        schema.fields(rules if saved is head else remembered)("", saved)
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}
-    old = int(head["world"])
-    steps = {name: int(step) for name, step in head["steps"].items()}
+    old = head["world"]
     advice = (
         "pass the states of all ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
     )
     present = [k for k in range(old) if layout.key(k) in parts]
-    wanted = checkpoint.ranks_needed(layout.rank, layout.world, old, present, advice)
-    known = {k: parts[layout.key(k)] for k in wanted}
-    for step in steps.values():
-        checkpoint.check_numbers(step, old, *({n: _local(v) for n, v in part.items()} for part in known.values()))
-    dealt = feedback.deal(known, old, layout.rank, layout.world)
+    wanted = schema.ranks_needed(layout.rank, layout.world, old, present, advice)
+    taken = {k: parts[layout.key(k)] for k in wanted}
+    for k, part in taken.items():
+        sharded(f"ranks[{layout.key(k)}]", part)
+    dealt = feedback.deal(taken, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
     own = {name: lost for name, lost in own.items() if name in sync.chooser.sizes}  # not of frozen ones
@@ -209,12 +225,9 @@ def load(
     residuals = layout.spread(dealt)
     kinds = dict(head["feedback"])
     sent = dict(head["sent"])
-    sync.chooser.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
+    steps = dict(head["steps"])
+    sync.chooser.load_state_dict(head["decisions"], steps[step])  # from here on nothing fails
     sync.go_on(residuals, means, kinds, own)
     for gatherer in gatherers:
         gatherer.load(head["replica"], sent.get(gatherer.name, 0))
     return steps
-
-
-def _local(values: Tensor) -> Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values
