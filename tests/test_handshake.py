@@ -71,6 +71,9 @@ def sides(group: Group, member: Group) -> dict[tuple[str, str], Callable[[], Any
             x.split([40, 56] if odd else [50, 46]), verb=thinwire.all_reduce_coalesced
         ),
         ("lengths=[3, 3", "lengths=[5, 5"): lambda: thinwire.all_gather(lists, x[:length], **verb),
+        ("scatter(", "reduce_scatter_tensor("): lambda: thinwire.reduce_scatter_tensor(
+            torch.empty(96 // world), x, **verb, feedback=thinwire.RowFeedback() if odd else None
+        ),
         ("sends", "expects"): lambda: thinwire.all_to_all_single(x, x + 1, even, late if odd else even, **verb),
     }
 

@@ -200,7 +200,7 @@ class RowMessage(_LaneMessage):
         self,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        step: int,
+        step: int | None,
         watched: Sequence[Watched] | None = None,
         note: Bad | None = None,
     ) -> None:
