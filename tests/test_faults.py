@@ -416,6 +416,7 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, vari
     for text in (here, there):
         assert "a message of " in text
         assert "bytes from rank 0 was damaged in transit: bytes 0 to " in text
+        assert re.search(r"all_reduce\(numel=100000, .* at step 1 \(operation 2 of group '\w+'\)", text), text
 
 
 def checked(group: Group) -> str:

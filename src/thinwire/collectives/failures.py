@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d as c10d
 from thinwire import wire
 from thinwire.collectives.groups import timeout_s
 from thinwire.collectives.transport import LostRankError, Transport
-from thinwire.errors import DisagreementError, PeerError
+from thinwire.errors import DisagreementError, PeerError, WireError
 from thinwire.version import __version__
 
 ASK_S = 0.5  # how long a rank that fails waits for the store
@@ -100,10 +100,15 @@ class Failures:
                 self.over = first or sentence
                 for link in self._links:
                     link.close()
+        if isinstance(error, WireError):  # codecs know neither call nor group
+            return WireError(f"{self._where(site)}: {error}")
         return PeerError(self.over) if isinstance(error, LostRankError) else error
 
+    def _where(self, site: CallSite) -> str:
+        return f"{site} (operation {site.number} of group {self.names!r})"
+
     def _sentence(self, error: BaseException, site: CallSite) -> str:
-        where = f"{site} (operation {site.number} of group {self.names!r})"
+        where = self._where(site)
         if not isinstance(error, LostRankError):
             what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
         elif error.waited < _LATE * self.timeout_s:
