@@ -305,6 +305,31 @@ def test_a_connection_that_was_lost_before_a_call_is_told_in_it(ranks: RankPool,
         assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
 
 
+def interrupt(group: Group) -> tuple[str, float]:
+    """Ctrl-C on rank 0 while it waits for rank 1 in a first call, then what rank 1 is told in that call."""
+    member = dist.new_group()
+    start = time.monotonic()
+    if group.rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        if group.rank() == 0:
+            thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    except KeyboardInterrupt:
+        start += 0.3
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return str(failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))), seconds
+
+
+@in_time
+def test_a_first_call_that_waits_for_others_can_be_interrupted(ranks: RankPool) -> None:
+    (after, seconds), (other, _) = ranks(2).run(interrupt)
+    assert seconds < SOON_S
+    assert "create a new group to continue" in after
+    assert other.startswith("rank 1 lost rank 0 in all_reduce(numel=500"), other
+
+
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ knows itself.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -22,6 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -82,11 +84,14 @@ class Failures:
         self._key = self._key or f"thinwire/{key:x}/over"
 
     def attend(self, site: CallSite, run: Callable[[], Found]) -> Found:
-        """Return the result of `run`, which waits for messages of this call."""
+        """Return the result of `run`, which waits for messages of this call. Ctrl-C ends the wait, and the group."""
         try:
             return run()
         except LostRankError as error:
             lost = error.with_traceback(None)
+        except BaseException as error:
+            self.ended(error, site)
+            raise
         raise self.ended(lost, site)  # not above: the new error would hold the old one, whose frames hold tensors
 
     def ended(self, error: BaseException, site: CallSite) -> BaseException:
@@ -143,6 +148,20 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     return None
 
 
+def _aside(run: Callable[[], Found]) -> Found:
+    """The result of `run`, in a thread of its own: signals reach Python while this one waits, and not inside gloo."""
+    found: Future[Found] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(run())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="thinwire-compare").start()
+    return found.result()
+
+
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
@@ -161,7 +180,9 @@ class Handshake:
         details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
         own = _PART.join((site.text, settings, details))
         mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
-        alike, lines = self._failures.attend(site, lambda: self._compared(own, mark, lengths is not None))
+        run = functools.partial(self._compared, own, mark, lengths is not None)
+        on_stream = any(link.on_stream for link in self._links)
+        alike, lines = self._failures.attend(site, run if on_stream else functools.partial(_aside, run))
         if alike and lengths is None:
             return 0
         calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
