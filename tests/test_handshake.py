@@ -17,6 +17,7 @@ import thinwire
 from cases import in_time
 from ranks import RankPool
 from thinwire.collectives import failures, transport
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.failures import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -114,6 +115,25 @@ def test_the_error_says_which_ranks_called_what(ranks: RankPool) -> None:
     for text in ranks(4).run(which_ranks):
         assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
         assert "rank 1 called all_reduce(numel=71" in text
+
+
+def in_a_part(group: Group) -> tuple[str, str]:
+    """What the last two ranks are told of calls of different lengths, and of connections that the last one closes."""
+    member: Any = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return "", ""
+    first = said(lambda: thinwire.all_reduce(torch.ones(70 + group.rank()), group=member, **BASE))
+    if group.rank() == 2:
+        channel_of(member, torch.device("cpu")).transport.close()
+    return first, said(lambda: thinwire.all_reduce(torch.ones(70), group=member, **BASE))
+
+
+def test_errors_name_ranks_of_a_part_by_both_numbers(ranks: RankPool) -> None:
+    own, other = "rank 0 of the group (global rank 1)", "rank 1 of the group (global rank 2)"
+    for first, then in ranks(3).run(in_a_part)[1:]:
+        assert f"{own} called all_reduce(numel=71" in first
+        assert f"{other} called all_reduce(numel=72" in first
+        assert f"{own} lost {other} in all_reduce" in then or f"{other} lost {own} in all_reduce" in then, then
 
 
 def on_a_mesh(group: Group) -> list[str]:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from torch._C import _distributed_c10d as c10d
 
 from thinwire import wire
-from thinwire.collectives.groups import timeout_s
+from thinwire.collectives import groups
 from thinwire.collectives.transport import LostRankError, Transport
 from thinwire.errors import DisagreementError, PeerError, WireError
 from thinwire.version import __version__
@@ -41,6 +41,7 @@ _ASKS = 10  # in as many parts: a machine that stands still for seconds uses up 
 _PAUSE_S = 0.2  # if the store does not answer, a rank waits this long before it closes its connections
 _LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
 Found = TypeVar("Found")
+Name = Callable[..., str]  # ranks in errors
 _PART = "\x1e"  # between the parts of a rank's line
 _RANK = "\x1d"  # between ranks
 Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
@@ -64,14 +65,16 @@ class Failures:
     """What ended a group, or the groups of a mesh: `over` is None while nothing did."""
 
     def __init__(self, links: Sequence[Transport]) -> None:
-        self.rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        self.named = links[0].named if len(links) == 1 else functools.partial(groups.named, {})  # ranks, in errors
+        self.own = self.named(rank)
         self.names = "/".join(link.group.group_name for link in links)
-        self.timeout_s = min(timeout_s(link.group) for link in links)
+        self.timeout_s = min(groups.timeout_s(link.group) for link in links)
         self.over: str | None = None
         self.own_key = secrets.randbits(62)
         self._links = links
         world = math.prod(link.world for link in links)
-        self._others = f"rank {1 - self.rank}" if world == 2 else "another rank"
+        self._others = self.named(1 - rank) if world == 2 else "another rank"
         store: Any = links[0].group.get_group_store()
         while len(links) > 1 and isinstance(store, c10d.PrefixStore):
             store = store.underlying_store  # which all ranks of a mesh have
@@ -114,20 +117,19 @@ class Failures:
 
     def _sentence(self, error: BaseException, site: CallSite) -> str:
         where = self._where(site)
+        rank = error.rank if isinstance(error, LostRankError) else None
+        whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
-            what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
+            what = f"{self.own} failed in {where}: {type(error).__name__}: {error}"
         elif error.waited < _LATE * self.timeout_s:
-            what = f"rank {self.rank} lost {self._named(error)} in {where}: {error}"
+            what = f"{self.own} lost {whom} in {where}: {error}"
         else:
             what = (
-                f"rank {self.rank} waited for {self._named(error)} in {where} for the group's timeout of "
+                f"{self.own} waited for {whom} in {where} for the group's timeout of "
                 f"{self.timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
                 "compares all calls)"
             )
         return f"{what}. Create a new group to continue"
-
-    def _named(self, lost: LostRankError) -> str:
-        return self._others if lost.rank is None else f"rank {lost.rank}"
 
 
 def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
@@ -187,9 +189,10 @@ class Handshake:
             return 0
         calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
         sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
-        named = _unfit(sent_R, expected_R) if alike else _named(calls, versions)
-        if named is not None:
-            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {named}")
+        name = self._failures.named
+        both = _unfit(sent_R, expected_R, name) if alike else _differing(calls, versions, name)
+        if both is not None:
+            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))
 
     def _compared(self, own: str, mark: int, to_all: bool) -> tuple[bool, list[str]]:
@@ -212,21 +215,19 @@ def _parsed(details: str) -> Lengths:
     return sent, expected
 
 
-def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]]) -> str | None:
+def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]], name: Name) -> str | None:
     """Which rank sends another one what that one does not expect, if one does."""
     for source, target in itertools.product(range(len(sent_R)), repeat=2):
         numel, expected = sent_R[source][target], expected_R[target][source]
         if numel != expected:
-            return f"rank {source} sends {numel} elements to rank {target}, which expects {expected}"
+            return f"{name(source)} sends {numel} elements to {name(target)}, which expects {expected}"
     return None
 
 
-def _named(calls: Sequence[str], versions: Sequence[str]) -> str:
+def _differing(calls: Sequence[str], versions: Sequence[str], name: Name) -> str:
     """Which ranks called what, or run what."""
     verb = "called" if len(set(calls)) > 1 else "runs"
-    sides: dict[str, list[str]] = {}
+    sides: dict[str, list[int]] = {}
     for rank, side in enumerate(calls if verb == "called" else versions):
-        sides.setdefault(side, []).append(str(rank))
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {verb} {side}" for side, ranks in sides.items()
-    )
+        sides.setdefault(side, []).append(rank)
+    return "; ".join(f"{name(*ranks)} {verb} {side}" for side, ranks in sides.items())
