@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,22 @@ def test_errors_name_ranks_of_a_part_by_both_numbers(ranks: RankPool) -> None:
         assert f"{own} called all_reduce(numel=71" in first
         assert f"{other} called all_reduce(numel=72" in first
         assert f"{own} lost {other} in all_reduce" in then or f"{other} lost {own} in all_reduce" in then, then
+
+
+def come_late(group: Group) -> list[str]:
+    """What a rank logs while it gathers a state, to which rank 1 comes late."""
+    model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
+    handle = thinwire.compress_ddp(model, "int8")
+    logged: list[str] = []
+    with patch.object(failures, "QUIET_S", 0.2), patch.object(failures, "announce", logged.append):
+        time.sleep(group.rank())
+        handle.state_dict(gather=True)
+    return logged
+
+
+def test_a_rank_that_waits_for_long_in_a_first_call_says_so(ranks: RankPool) -> None:
+    logged = ranks(2).run(come_late)[0]
+    assert re.match(r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to", logged[0])
 
 
 def on_a_mesh(group: Group) -> list[str]:

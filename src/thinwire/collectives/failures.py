@@ -34,11 +34,13 @@ from thinwire import wire
 from thinwire.collectives import groups
 from thinwire.collectives.transport import LostRankError, Transport
 from thinwire.errors import DisagreementError, PeerError, WireError
+from thinwire.log import announce
 from thinwire.version import __version__
 
 ASK_S = 0.5  # how long a rank that fails waits for the store
 _ASKS = 10  # in as many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # if the store does not answer, a rank waits this long before it closes its connections
+QUIET_S = 10.0  # a rank that waits longer for others to make a first call logs it
 _LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
 Found = TypeVar("Found")
 Name = Callable[..., str]  # ranks in errors
@@ -112,6 +114,12 @@ class Failures:
             return WireError(f"{self._where(site)}: {error}")
         return PeerError(self.over) if isinstance(error, LostRankError) else error
 
+    def waiting(self, site: CallSite) -> str:
+        """What a rank logs that waits for long."""
+        return (
+            f"{self.own} has waited {QUIET_S:g} s for the others in {self._where(site)}: all ranks have to make this call"
+        )
+
     def _where(self, site: CallSite) -> str:
         return f"{site} (operation {site.number} of group {self.names!r})"
 
@@ -184,7 +192,12 @@ class Handshake:
         mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
         run = functools.partial(self._compared, own, mark, lengths is not None)
         on_stream = any(link.on_stream for link in self._links)
-        alike, lines = self._failures.attend(site, run if on_stream else functools.partial(_aside, run))
+        note = threading.Timer(QUIET_S, announce, [self._failures.waiting(site)])
+        note.start()
+        try:
+            alike, lines = self._failures.attend(site, run if on_stream else functools.partial(_aside, run))
+        finally:
+            note.cancel()
         if alike and lengths is None:
             return 0
         calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
