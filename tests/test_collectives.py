@@ -928,6 +928,8 @@ def test_fake_tensors_are_refused() -> None:
         fake = torch.empty(40)
     with pytest.raises(CollectiveError, match="expected plain tensors, got FakeTensor"):
         check_tensors([fake], "all_reduce")
+    with pytest.raises(CollectiveError, match="expected plain tensors, got a meta tensor, which has no numbers"):
+        check_tensors([torch.empty(40, device="meta")], "all_reduce")
     codec = thinwire.codec("int8")
     for x in (fake, fake[8:]):  # which has an address
         with pytest.raises(CodecError, match="FakeTensor without memory"), warnings.catch_warnings(action="ignore"):
