@@ -150,7 +150,9 @@ def come_late(group: Group) -> list[str]:
 
 def test_a_rank_that_waits_for_long_in_a_first_call_says_so(ranks: RankPool) -> None:
     logged = ranks(2).run(come_late)[0]
-    assert re.match(r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to", logged[0])
+    assert re.match(
+        r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to call", logged[0]
+    )
 
 
 def on_a_mesh(group: Group) -> list[str]:

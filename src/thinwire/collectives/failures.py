@@ -116,9 +116,7 @@ class Failures:
 
     def waiting(self, site: CallSite) -> str:
         """What a rank logs that waits for long."""
-        return (
-            f"{self.own} has waited {QUIET_S:g} s for the others in {self._where(site)}: all ranks have to make this call"
-        )
+        return f"{self.own} has waited {QUIET_S:g} s for the others in {self._where(site)}: all ranks have to call it"
 
     def _where(self, site: CallSite) -> str:
         return f"{site} (operation {site.number} of group {self.names!r})"
