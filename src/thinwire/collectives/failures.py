@@ -25,15 +25,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
 from thinwire import wire
 from thinwire.collectives import groups
-from thinwire.collectives.transport import LostRankError, Transport
-from thinwire.errors import DisagreementError, PeerError, WireError
+from thinwire.collectives.transport import LostRankError, Transport, lost_in
+from thinwire.errors import DisagreementError, PeerError, ThinwireError, WireError
 from thinwire.log import announce
 from thinwire.version import __version__
 
@@ -92,11 +91,14 @@ class Failures:
         """Return the result of `run`, which waits for messages of this call. Ctrl-C ends the wait, and the group."""
         try:
             return run()
-        except LostRankError as error:
-            lost = error.with_traceback(None)
-        except BaseException as error:
-            self.ended(error, site)
+        except ThinwireError:  # the same on all ranks, or reported already
             raise
+        except BaseException as error:
+            lost = lost_in(error)
+            if lost is None:
+                self.ended(error, site)
+                raise
+            lost = lost.with_traceback(None)
         raise self.ended(lost, site)  # not above: the new error would hold the old one, whose frames hold tensors
 
     def ended(self, error: BaseException, site: CallSite) -> BaseException:
@@ -111,18 +113,15 @@ class Failures:
                 for link in self._links:
                     link.close()
         if isinstance(error, WireError):  # codecs know neither call nor group
-            return WireError(f"{self._where(site)}: {error}")
+            return WireError(f"{self.where(site)}: {error}")
         return PeerError(self.over) if isinstance(error, LostRankError) else error
 
-    def waiting(self, site: CallSite) -> str:
-        """What a rank logs that waits for long."""
-        return f"{self.own} has waited {QUIET_S:g} s for the others in {self._where(site)}: all ranks have to call it"
-
-    def _where(self, site: CallSite) -> str:
+    def where(self, site: CallSite) -> str:
+        """A call, in errors."""
         return f"{site} (operation {site.number} of group {self.names!r})"
 
     def _sentence(self, error: BaseException, site: CallSite) -> str:
-        where = self._where(site)
+        where = self.where(site)
         rank = error.rank if isinstance(error, LostRankError) else None
         whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
@@ -140,24 +139,17 @@ class Failures:
 
 def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     """The answer of a store that may hang; None if it raises or takes longer."""
-    answers: SimpleQueue[Found] = SimpleQueue()
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # of a store that is gone
-            answers.put(question())
-
-    thread = threading.Thread(target=ask, name="thinwire-store", daemon=True)
-    thread.start()
+    answer = _aside(question, "thinwire-store", daemon=True)
     for _ in range(_ASKS):
-        with contextlib.suppress(Empty):
-            return answers.get(timeout=seconds / _ASKS)
-        if not thread.is_alive():
+        with contextlib.suppress(Exception):  # of a store that is gone, or has not answered yet
+            return answer.result(seconds / _ASKS)
+        if answer.done():
             break
     return None
 
 
-def _aside(run: Callable[[], Found]) -> Found:
-    """The result of `run`, in a thread of its own: signals reach Python while this one waits, and not inside gloo."""
+def _aside(run: Callable[[], Found], name: str, *, daemon: bool) -> "Future[Found]":
+    """The result of `run`, in a thread of its own."""
     found: Future[Found] = Future()
 
     def work() -> None:
@@ -166,8 +158,13 @@ def _aside(run: Callable[[], Found]) -> Found:
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=work, name="thinwire-compare").start()
-    return found.result()
+    threading.Thread(target=work, name=name, daemon=daemon).start()
+    return found
+
+
+def _awake(run: Callable[[], Found]) -> Found:
+    """The result of `run`; signals reach Python while it waits inside gloo."""
+    return _aside(run, "thinwire-compare", daemon=False).result()
 
 
 class Handshake:
@@ -190,18 +187,19 @@ class Handshake:
         mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
         run = functools.partial(self._compared, own, mark, lengths is not None)
         on_stream = any(link.on_stream for link in self._links)
-        note = threading.Timer(QUIET_S, announce, [self._failures.waiting(site)])
+        ours = self._failures
+        waits = f"{ours.own} has waited {QUIET_S:g} s for the others in {ours.where(site)}: all ranks have to call it"
+        note = threading.Timer(QUIET_S, announce, [waits])
         note.start()
         try:
-            alike, lines = self._failures.attend(site, run if on_stream else functools.partial(_aside, run))
+            alike, lines = ours.attend(site, run if on_stream else functools.partial(_awake, run))
         finally:
             note.cancel()
         if alike and lengths is None:
             return 0
         calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
         sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
-        name = self._failures.named
-        both = _unfit(sent_R, expected_R, name) if alike else _differing(calls, versions, name)
+        both = _unfit(sent_R, expected_R, ours.named) if alike else _differing(calls, versions, ours.named)
         if both is not None:
             raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))

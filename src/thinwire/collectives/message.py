@@ -54,7 +54,6 @@ class _LaneMessage:
         self.text = text
         key = text, self.specs, scale
         self._plan = channel.known.get(key) or channel.remember(key, plan())
-
         self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes are watched, or None
 
     @functools.cached_property

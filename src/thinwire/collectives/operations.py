@@ -20,8 +20,6 @@ from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
-
-
 # Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
 
