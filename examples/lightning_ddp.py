@@ -71,22 +71,22 @@ def fit(compress: Compress, steps: int, epochs: int, path: str | None = None) ->
     return trainer
 
 
-def run(codec: str, steps: int) -> None:
+def run(name: str, steps: int) -> None:
     """Two epochs without a break; then one that is saved, and another that goes on from there."""
-    choice = {0: "int8", EARLY: codec} if codec[-1] in "123" else codec
-    compress = Compress(choice)
+    codec = {0: "int8", EARLY: name} if name[-1] in "123" else name
+    compress = Compress(codec)
     straight = fit(compress, steps, epochs=2)
     with tempfile.TemporaryDirectory() as folder:
         path = straight.strategy.broadcast(f"{folder}/epoch1.ckpt")  # rank 0's
-        fit(Compress(choice), steps, epochs=1).save_checkpoint(path)  # all ranks call it, rank 0 writes
-        resumed = fit(Compress(choice), steps, epochs=2, path=path)
+        fit(Compress(codec), steps, epochs=1).save_checkpoint(path)  # all ranks call it, rank 0 writes
+        resumed = fit(Compress(codec), steps, epochs=2, path=path)
     if straight.is_global_zero and compress.handle is not None:
         weights = (run.lightning_module.parameters() for run in (straight, resumed))
         apart = max((one - other).abs().max().item() for one, other in zip(*weights, strict=True))
         stats = compress.handle.stats()
         print(stats)
         loss = straight.callback_metrics["loss"]
-        print(f"{codec:8} loss {loss:.3f}, {stats.ratio:.2f} times fewer bytes; resumed weights differ by {apart:g}")
+        print(f"{name:8} loss {loss:.3f}, {stats.ratio:.2f} times fewer bytes; resumed weights differ by {apart:g}")
 
 
 if __name__ == "__main__":

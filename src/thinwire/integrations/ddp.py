@@ -25,17 +25,11 @@ from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import (
-    Future,
-    GradientSync,
-    NonfiniteGuard,
-    after_backward,
-    gradients_in,
-    which_are_finite,
-)
+from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
+Future = torch.futures.Future
 _Undo = Callable[["Future[Tensor]"], Tensor]
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
