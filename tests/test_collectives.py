@@ -928,8 +928,6 @@ def test_fake_tensors_are_refused() -> None:
         fake = torch.empty(40)
     with pytest.raises(CollectiveError, match="expected plain tensors, got FakeTensor"):
         check_tensors([fake], "all_reduce")
-    with pytest.raises(CollectiveError, match="expected plain tensors, got a meta tensor, which has no numbers"):
-        check_tensors([torch.empty(40, device="meta")], "all_reduce")
     codec = thinwire.codec("int8")
     for x in (fake, fake[8:]):  # which has an address
         with pytest.raises(CodecError, match="FakeTensor without memory"), warnings.catch_warnings(action="ignore"):
@@ -1027,7 +1025,7 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
             lambda: gather(one.expand(6 * world), x),
             "all_gather_into_tensor: elements of an expanded tensor share memory",
         ),
-        (lambda: reduce(torch.ones(4, device="meta")), "this group has no backend for meta tensors"),
+        (lambda: reduce(torch.ones(4, device="meta")), "all_reduce: expected plain tensors, got a meta tensor"),
         (lambda: reduce(x.short(), algorithm="plain"), "gloo takes float32"),
         (lambda: gather(y.short(), x.short(), algorithm="plain"), "gloo takes float32"),
         (lambda: swap(y.short(), y.short(), algorithm="plain"), "gloo takes float32"),
