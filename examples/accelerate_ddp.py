@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: gradients travel in two bits, and a checkpoint goes on with the same bits.
+"""Hugging Face Accelerate: gradients travel in 8 bits, then in two, and a checkpoint goes on with the same bits.
 
 torchrun --nproc-per-node 2 examples/accelerate_ddp.py                    # on GPUs where there are any
 accelerate launch --multi_gpu --num_processes 2 examples/accelerate_ddp.py    # the same, CPUs included
@@ -24,7 +24,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    handle = compress(accelerator, model, "lloyd2", optimizer=optimizer)  # the one line
+    handle = compress(accelerator, model, {0: "int8", 10: "lloyd2"}, optimizer=optimizer)  # the one line
 
     def train() -> float:
         for inputs, wanted in loader:

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/diloco.py
     torchrun --nproc-per-node 2 examples/diloco.py --codec lloyd2 --fragments 4 --overlap 2
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # a defect of torch: else restarted ranks may wait forever
     torchrun --nproc-per-node 2 --max-restarts 3 examples/diloco.py --checkpoint run
 
 A small network learns to guess the next byte of Python's help pages: on GPUs where every rank has one, else on the CPU.

@@ -23,6 +23,7 @@ from thinwire.integrations.lightning import Compress
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 CONTEXT = 16  # bytes from which the next one is guessed
 BATCH = 128  # of every rank
+EARLY = 5  # steps in int8 before a codec of less than 4 bits: Adam's moments have to mean something first
 RANKS = int(os.environ["LOCAL_WORLD_SIZE"])  # of this machine
 
 
@@ -70,8 +71,9 @@ def fit(compress: Compress, steps: int, epochs: int, path: str | None = None) ->
     return trainer
 
 
-def run(codec: str, steps: int) -> None:
+def run(name: str, steps: int) -> None:
     """Two epochs without a break; then one that is saved, and another that goes on from there."""
+    codec = {0: "int8", EARLY: name} if name[-1] in "123" else name
     compress = Compress(codec)
     straight = fit(compress, steps, epochs=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +86,7 @@ def run(codec: str, steps: int) -> None:
         stats = compress.handle.stats()
         print(stats)
         loss = straight.callback_metrics["loss"]
-        print(f"{codec:8} loss {loss:.3f}, {stats.ratio:.2f} times fewer bytes; resumed weights differ by {apart:g}")
+        print(f"{name:8} loss {loss:.3f}, {stats.ratio:.2f} times fewer bytes; resumed weights differ by {apart:g}")
 
 
 if __name__ == "__main__":

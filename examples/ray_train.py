@@ -1,4 +1,4 @@
-"""Ray Train: gradients of two workers travel in two bits. They fail once, and go on from Ray's checkpoint bit by bit.
+"""Ray Train: gradients of two workers travel in few bits. They fail once, and go on from Ray's checkpoint bit by bit.
 
 python examples/ray_train.py          # two workers on CPUs
 python examples/ray_train.py --gpu    # a GPU for each
@@ -21,7 +21,7 @@ STEPS = 40
 SAVE_EVERY = 20
 FAIL_AT = 30
 RATE = 3e-3
-CODEC = "lloyd2"
+CODEC = {0: "int8", 10: "lloyd2"}  # below 4 bits after some steps, when Adam's moments mean something
 FILE = "state.pt"
 
 

@@ -589,12 +589,16 @@ def refuse(group: Group) -> dict[str, str]:
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     found["in backward"] = message_of(lambda: compress_ddp(wrap(stepping, group), "int8"))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        traced = wrap(Given(), group)
+    found["traced"] = message_of(lambda: compress_ddp(traced, "int8"))
     return found
 
 
 def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
     told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
     told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "in backward": "step in backward"}
+    told["traced"] = "optimize_ddp='python_reducer'"
     told |= dict.fromkeys(("hooked", "hooked still"), "hook ddp_hook")
     for found in ranks(2).run(refuse):
         assert not {name: found[name] for name, w in told.items() if w not in found[name] or "!" in found[name][:20]}

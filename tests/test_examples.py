@@ -55,8 +55,8 @@ RUNS = [
     Run("onebit_adam.py", 2.9, 12.0),
     Run("moe_all_to_all.py", 4.4, 3.8, steps=8),
     Run("qat.py", 3.4, 7.0, steps=30),
-    Run("lightning_ddp.py", 3.3, 14.0, steps=15),  # in each of two epochs
-    Run("accelerate_ddp.py", 0.1, 14.0),  # a regression
+    Run("lightning_ddp.py", 3.3, 8.0, steps=15),  # in each of two epochs
+    Run("accelerate_ddp.py", 0.1, 9.0),  # a regression
     Run("trainer.py", 0.3, 7.0),  # tokens that count upwards
 ]
 

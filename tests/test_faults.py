@@ -38,6 +38,7 @@ from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
 from thinwire.qat.agreement import Agreement
+from thinwire.wire import KEY_AT
 
 Group = dist.ProcessGroup
 CPU = torch.device("cpu")
@@ -305,6 +306,31 @@ def test_a_connection_that_was_lost_before_a_call_is_told_in_it(ranks: RankPool,
         assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
 
 
+def interrupt(group: Group) -> tuple[str, float]:
+    """Ctrl-C on rank 0 while it waits for rank 1 in a first call, then what rank 1 is told in that call."""
+    member = dist.new_group()
+    start = time.monotonic()
+    if group.rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        if group.rank() == 0:
+            thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    except KeyboardInterrupt:
+        start += 0.3
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return str(failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))), seconds
+
+
+@in_time
+def test_a_first_call_that_waits_for_others_can_be_interrupted(ranks: RankPool) -> None:
+    (after, seconds), (other, _) = ranks(2).run(interrupt)
+    assert seconds < SOON_S
+    assert "create a new group to continue" in after
+    assert other.startswith("rank 1 lost rank 0 in all_reduce(numel=500"), other
+
+
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
 
 
@@ -416,6 +442,33 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, vari
     for text in (here, there):
         assert "a message of " in text
         assert "bytes from rank 0 was damaged in transit: bytes 0 to " in text
+        assert re.search(r"all_reduce\(numel=100000, .* at step 1 \(operation 2 of group '\w+'\)", text), text
+
+
+def flip_key(group: Group, verb: str) -> str:
+    """What is said when a bit of the rotation's key flips in the header of what rank 0 encodes."""
+    how: Any = {"group": dist.new_group(), "codec": "lloyd4", "algorithm": "compressed"}
+    encode = thinwire.Lloyd.encode
+
+    def flipped(self: Any, x: Tensor, wire: Tensor, **options: Any) -> None:
+        encode(self, x, wire, **options)
+        wire[KEY_AT] ^= int(group.rank() == 0)
+
+    x, whole = torch.ones(600), torch.ones(1200)
+    calls: dict[str, Callable[[], Any]] = {
+        "gather": lambda: thinwire.all_gather_into_tensor(whole, x, **how),
+        "exchange": lambda: thinwire.all_to_all_single(whole.clone(), whole, **how),
+        "broadcast": lambda: thinwire.broadcast(x, 0, **how),
+        "scatter": lambda: thinwire.reduce_scatter_tensor(x, whole, **how),
+    }
+    with patch.object(thinwire.Lloyd, "encode", flipped):
+        return str(failure(calls[verb]))
+
+
+@pytest.mark.parametrize("verb", ["gather", "exchange", "broadcast", "scatter"])
+def test_a_flipped_bit_of_a_rotation_key_is_noticed(ranks: RankPool, verb: str) -> None:
+    text = ranks(2).run(flip_key, verb)[1]
+    assert re.search(r"was rotated with key 0x\w+, expected 0x", text), text
 
 
 def checked(group: Group) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import thinwire
 from cases import in_time
 from ranks import RankPool
 from thinwire.collectives import failures, transport
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.failures import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -71,6 +73,9 @@ def sides(group: Group, member: Group) -> dict[tuple[str, str], Callable[[], Any
             x.split([40, 56] if odd else [50, 46]), verb=thinwire.all_reduce_coalesced
         ),
         ("lengths=[3, 3", "lengths=[5, 5"): lambda: thinwire.all_gather(lists, x[:length], **verb),
+        ("scatter(", "reduce_scatter_tensor("): lambda: thinwire.reduce_scatter_tensor(
+            torch.empty(96 // world), x, **verb, feedback=thinwire.RowFeedback() if odd else None
+        ),
         ("sends", "expects"): lambda: thinwire.all_to_all_single(x, x + 1, even, late if odd else even, **verb),
     }
 
@@ -111,6 +116,43 @@ def test_the_error_says_which_ranks_called_what(ranks: RankPool) -> None:
     for text in ranks(4).run(which_ranks):
         assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
         assert "rank 1 called all_reduce(numel=71" in text
+
+
+def in_a_part(group: Group) -> tuple[str, str]:
+    """What the last two ranks are told of calls of different lengths, and of connections that the last one closes."""
+    member: Any = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return "", ""
+    first = said(lambda: thinwire.all_reduce(torch.ones(70 + group.rank()), group=member, **BASE))
+    if group.rank() == 2:
+        channel_of(member, torch.device("cpu")).transport.close()
+    return first, said(lambda: thinwire.all_reduce(torch.ones(70), group=member, **BASE))
+
+
+def test_errors_name_ranks_of_a_part_by_both_numbers(ranks: RankPool) -> None:
+    own, other = "rank 0 of the group (global rank 1)", "rank 1 of the group (global rank 2)"
+    for first, then in ranks(3).run(in_a_part)[1:]:
+        assert f"{own} called all_reduce(numel=71" in first
+        assert f"{other} called all_reduce(numel=72" in first
+        assert f"{own} lost {other} in all_reduce" in then or f"{other} lost {own} in all_reduce" in then, then
+
+
+def come_late(group: Group) -> list[str]:
+    """What a rank logs while it gathers a state, to which rank 1 comes late."""
+    model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
+    handle = thinwire.compress_ddp(model, "int8")
+    logged: list[str] = []
+    with patch.object(failures, "QUIET_S", 0.2), patch.object(failures, "announce", logged.append):
+        time.sleep(group.rank())
+        handle.state_dict(gather=True)
+    return logged
+
+
+def test_a_rank_that_waits_for_long_in_a_first_call_says_so(ranks: RankPool) -> None:
+    logged = ranks(2).run(come_late)[0]
+    assert re.match(
+        r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to call", logged[0]
+    )
 
 
 def on_a_mesh(group: Group) -> list[str]:

@@ -35,6 +35,7 @@ from cases import (
     half_ulp,
     needs_cuda,
     no_host_sync,
+    over,
     seeded,
     small_chunks,
     thorough,
@@ -856,6 +857,12 @@ def test_compiled_ddp(ranks: RankPool) -> None:
     assert identical(answers)
     for name, got in zip(names, answers[0], strict=True):
         assert_means(name, got, [gradients_of(FLOATS[:3], rank, 0) for rank in range(2)], 2)
+
+
+@over("name", HOOKS)
+def test_gradients_of_fsdp1_are_refused(name: str) -> None:
+    with pytest.raises(CollectiveError, match="as FSDP1 passes it: shard the model with torch"):
+        HOOKS[name](None, torch.ones(8), torch.ones(4))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ A hook takes (state, bucket) and returns a future of the bucket's mean over the 
 state is a process group, or None for the world. For the (grad, param) pair that DDP passes while it traces a backward
 pass, a hook writes the mean into grad and returns grad. Codecs are strings, because a traced op takes nothing else.
 
-To add one: a function of (process_group, bucket) that names a codec and one of `_mean` and `_sum_of_shares`; annotate
-it as the others are (DDP looks), and list it in `__all__`.
+To add one: a function of (process_group, bucket), under `_of_buckets`, that names a codec and one of `_mean` and
+`_sum_of_shares`; annotate it as the others are (DDP looks), and list it in `__all__`.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from thinwire.collectives import checks, groups
 from thinwire.collectives.groups import Group
 from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.collectives.plan import SumAlgorithm
-from thinwire.errors import CodecError
+from thinwire.errors import CodecError, CollectiveError
 
 __all__ = [
     "allreduce_hook",
@@ -42,8 +42,30 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 _LONGEST = (1 << 32) - 8  # of all blocks
 _EIGHT_BITS = "int8:block={},mode=affine"
+_P = ParamSpec("_P")
 
 
+def _check_bucket(bucket: object) -> None:
+    """FSDP1 calls its hooks with a state, a gradient and, unless it does not shard, a part to write."""
+    if isinstance(bucket, Tensor):
+        raise CollectiveError(
+            "thinwire's hooks take the buckets of DistributedDataParallel, got a gradient, as FSDP1 passes it: shard "
+            "the model with torch.distributed.fsdp.fully_shard (FSDP2), and call thinwire.compress_fsdp"
+        )
+
+
+def _of_buckets(hook: Callable[_P, Future[Tensor]]) -> Callable[_P, Future[Tensor]]:
+    """A hook that says so where it gets no bucket."""
+
+    @wraps(hook)
+    def checked(*args: _P.args, **options: _P.kwargs) -> Future[Tensor]:
+        _check_bucket(args[1] if len(args) > 1 else None)
+        return hook(*args, **options)
+
+    return checked
+
+
+@_of_buckets
 def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The exact mean, bitwise what DDP computes without a hook. Accepts sparse gradients, too."""
     if _is_pair(bucket) or bucket.buffer().layout == torch.strided:
@@ -55,6 +77,7 @@ def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     return future
 
 
+@_of_buckets
 def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The mean: numbers travel as float16 with one scale per 128 elements, and are summed in float32.
 
@@ -63,6 +86,7 @@ def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tenso
     return _mean(process_group, bucket, "fp16")
 
 
+@_of_buckets
 def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The mean: numbers travel as bfloat16 and are summed in float32. NaN and Inf stay where they are."""
     return _sum_of_shares(process_group, bucket, "bf16")
@@ -72,6 +96,7 @@ def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tenso
 bf16_compress_hook.__name__ = "bf16_mean_hook"
 
 
+@_of_buckets
 def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The mean in 8 bits, with one scale and minimum per encoded shard (or chunk of a long shard).
 
@@ -81,6 +106,7 @@ def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Fut
     return _mean(process_group, bucket, codec, algorithm="two_phase")  # in one shot NaN would take all
 
 
+@_of_buckets
 def quantization_perchannel_hook(process_group: Group, bucket: GradBucket, bucket_size: int = 512) -> Future[Tensor]:
     """The mean in 8 bits, with one scale and minimum per `bucket_size` elements of the bucket.
 
@@ -117,8 +143,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _named(partial(_in_sixteen_bits, torch.bfloat16, hook), f"bf16_compress_wrapper({_name(hook)})")
 
 
-def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket) -> Future[Tensor]:
+def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket, *_: Any) -> Future[Tensor]:
     """The hook's result in the bucket's own dtype, written into the bucket."""
+    _check_bucket(bucket)
     numbers = _numbers(bucket)
     narrow = numbers.to(dtype)
     if _is_pair(bucket):

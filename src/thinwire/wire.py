@@ -213,17 +213,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def read_key(layout: Layout, wires_WN: Tensor) -> int:
-    """Check the header of every wire (one per row) against `layout` and return the rotation key they share.
+def read_key(layout: Layout, wires_WN: Tensor, known: int | None = None) -> int:
+    """Check the header of every wire (one per row) against `layout` and return their rotation key, `known` or shared.
 
     Reads 32 bytes per wire on the host, so it serves CPU wires; on another device it would wait for the stream.
     """
     heads = _heads(wires_WN)
-    key: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
+    shared: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
+    key = shared if known is None else known
     expected = layout.header(key)
     for rank, head in enumerate(heads):
         if head != expected:
-            raise WireError(_mismatch(layout, rank, head, key))
+            raise WireError(_mismatch(layout, rank, head, key, "wire 0 with" if known is None else "expected"))
     return key
 
 
@@ -235,7 +236,7 @@ def _heads(wires_WN: Tensor) -> list[bytes]:
     return [bytes(row) for row in wires_WN[:, :HEADER_BYTES].tolist()]
 
 
-def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:
+def _mismatch(layout: Layout, rank: int, head: bytes, key: int, against: str) -> str:
     magic, version, kind, bits, variant, _, block, _, head_key, numel = _HEADER.unpack(head)
     if magic != MAGIC:
         return f"wire {rank} does not start with {MAGIC!r} (got {magic!r}): these bytes are not a thinwire wire"
@@ -251,7 +252,7 @@ def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:
         )
     if head_key != key:
         return (
-            f"wire {rank} was rotated with key {head_key:#x}, wire 0 with {key:#x}: "
+            f"wire {rank} was rotated with key {head_key:#x}, {against} {key:#x}: "
             "all ranks must encode with the same seed and step"
         )
     return f"wire {rank} has non-zero reserved bytes in its header"

@@ -80,8 +80,9 @@ class Codec(ABC):
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
-        Pass `step` if the wires are known to be encoded with it; their headers are then not read. Wires of another
-        codec or length raise WireError. On a GPU, where nothing waits for headers, the sum of such wires is NaN.
+        Pass the `step` that the wires are known to be encoded with: on the CPU wires of another one raise WireError,
+        on a GPU headers are then not read. Wires of another codec or length raise WireError. On a GPU, where nothing
+        waits for headers, the sum of such wires is NaN.
         """
         recipe = _recipe(self, out.numel(), out.dtype)
         rotation = _key_of(recipe, wires_WN, out.device, step)
@@ -111,8 +112,8 @@ class Codec(ABC):
     ) -> None:
         """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation.
 
-        `trusted` says that the wires were encoded with this `step`; their headers are then not read. Otherwise wires
-        that do not fit raise WireError, or on a GPU give a wire that decodes to NaN.
+        `trusted` says that the wires were encoded with this `step`; on a GPU headers are then not read. Wires that do
+        not fit raise WireError, or on a GPU give a wire that decodes to NaN.
         """
         if not self.recodes:
             raise CodecError(f"codec {self}: sums of its wires are not encoded again; decode_sum them")
@@ -217,7 +218,12 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
 def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int | None) -> int | None:
     """Check the wires and return the key of their rotation; None: it is in their headers, which the kernels check."""
     wire.check_wires(recipe.layout, wires_WN, device)
-    return None if step is None else recipe.keys(step, 0)[0]
+    if step is None:
+        return None
+    key = recipe.keys(step, 0)[0]
+    if device.type == "cpu":  # where headers are read at no cost: a bit of the key may have flipped
+        wire.read_key(recipe.layout, wires_WN, key)
+    return key
 
 
 def _check_memory(*tensors: Tensor) -> None:

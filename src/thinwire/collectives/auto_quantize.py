@@ -65,15 +65,9 @@ def auto_quantize(
     return _AutoQuantized(func, chosen, quant_loss)
 
 
-# Which collectives, and by which verb.
-
 Arguments = dict[str, Any]  # of a call, by parameter name
 Verb = Callable[..., Work | None]
-
-
 _Call = tuple[Verb, Arguments, Sequence[Tensor]]  # about to be made, and the tensors the caller will look at
-
-
 _VERBS: dict[str, Verb] = {
     "all_gather": moves.all_gather,
     "all_gather_into_tensor": moves.all_gather_into_tensor,
@@ -164,9 +158,6 @@ def _name_of(func: Callable[..., Any]) -> str:
         f"auto_quantize wraps the collectives of torch.distributed that move tensors ({works}) "
         f"and thinwire's own; got {getattr(func, '__name__', func)!r}"
     )
-
-
-# The wrapper.
 
 
 class _AutoQuantized:

@@ -19,8 +19,6 @@ from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.pipeline import Setting, broken
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, plan_verb
-from thinwire.collectives.transport import lost_in
-from thinwire.errors import ThinwireError
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_PLAN = CallPlan("")  # of calls that are not planned here
@@ -130,15 +128,7 @@ def planned(
     if plan is not None:
         return call
     choose = fastest(channel, key.kind, key.dtype, call.most or key.numel(channel.world), trial, shares)
-    try:
-        call.plan = plan_verb(key, channel.transport, choose, call.most) if decide is None else decide(choose)
-        channel.plans[text] = call.plan
-        return call
-    except ThinwireError:  # the same on all ranks, or reported already
-        raise
-    except BaseException as error:
-        lost = lost_in(error)
-        if lost is None:
-            channel.failures.ended(error, call.site)
-            raise
-    raise channel.failures.ended(lost, call.site)
+    if decide is None:
+        decide = functools.partial(plan_verb, key, channel.transport, most=call.most)
+    call.plan = channel.plans[text] = channel.failures.attend(call.site, functools.partial(decide, choose))
+    return call

@@ -108,8 +108,9 @@ def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int
                 f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local(), "
                 "or wait() for the result of a functional collective"
             )
-        if hasattr(tensor, "fake_mode"):
-            raise CollectiveError(f"{what}: expected plain tensors, got FakeTensor, which has no numbers to send")
+        if tensor.is_meta or hasattr(tensor, "fake_mode"):
+            kind = "a meta tensor" if tensor.is_meta else "FakeTensor"
+            raise CollectiveError(f"{what}: expected plain tensors, got {kind}, which has no numbers to send")
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "a nested one: use its values()" if tensor.is_nested else f"{tensor.layout}: convert with to_dense()"
             raise CollectiveError(f"{what}: expected dense tensors, got {kind}")

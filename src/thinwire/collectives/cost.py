@@ -90,10 +90,8 @@ class Choice:
                 f"thinwire.measure(tensor, group, codec={self.codec!r}) on all of its ranks"
             )
         rate = f"{8e-9 * link.bytes_per_s:.3g} Gbit/s per rank"
-        lines = [
-            f"{call}: {self.algorithm}",
-            f"link: {rate}, {1e6 * link.latency_s:.0f} us per message (measured)",
-        ]
+        latency = f"{1e6 * link.latency_s:.0f} us per message"
+        lines = [f"{call}: {self.algorithm}", f"link: {rate}, {latency} (measured)"]
         for estimate in self.estimates:
             chosen = "  <- chosen" if estimate.algorithm == self.algorithm else ""
             figures = f"{1e3 * estimate.seconds:9.3f} ms predicted, {estimate.sent} bytes sent per rank"

@@ -14,6 +14,7 @@ knows itself.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -22,23 +23,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
 from thinwire import wire
-from thinwire.collectives.groups import timeout_s
-from thinwire.collectives.transport import LostRankError, Transport
-from thinwire.errors import DisagreementError, PeerError
+from thinwire.collectives import groups
+from thinwire.collectives.transport import LostRankError, Transport, lost_in
+from thinwire.errors import DisagreementError, PeerError, ThinwireError, WireError
+from thinwire.log import announce
 from thinwire.version import __version__
 
 ASK_S = 0.5  # how long a rank that fails waits for the store
 _ASKS = 10  # in as many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # if the store does not answer, a rank waits this long before it closes its connections
+QUIET_S = 10.0  # a rank that waits longer for others to make a first call logs it
 _LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
 Found = TypeVar("Found")
+Name = Callable[..., str]  # ranks in errors
 _PART = "\x1e"  # between the parts of a rank's line
 _RANK = "\x1d"  # between ranks
 Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
@@ -62,14 +66,16 @@ class Failures:
     """What ended a group, or the groups of a mesh: `over` is None while nothing did."""
 
     def __init__(self, links: Sequence[Transport]) -> None:
-        self.rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        self.named = links[0].named if len(links) == 1 else functools.partial(groups.named, {})  # ranks, in errors
+        self.own = self.named(rank)
         self.names = "/".join(link.group.group_name for link in links)
-        self.timeout_s = min(timeout_s(link.group) for link in links)
+        self.timeout_s = min(groups.timeout_s(link.group) for link in links)
         self.over: str | None = None
         self.own_key = secrets.randbits(62)
         self._links = links
         world = math.prod(link.world for link in links)
-        self._others = f"rank {1 - self.rank}" if world == 2 else "another rank"
+        self._others = self.named(1 - rank) if world == 2 else "another rank"
         store: Any = links[0].group.get_group_store()
         while len(links) > 1 and isinstance(store, c10d.PrefixStore):
             store = store.underlying_store  # which all ranks of a mesh have
@@ -82,11 +88,17 @@ class Failures:
         self._key = self._key or f"thinwire/{key:x}/over"
 
     def attend(self, site: CallSite, run: Callable[[], Found]) -> Found:
-        """Return the result of `run`, which waits for messages of this call."""
+        """Return the result of `run`, which waits for messages of this call. Ctrl-C ends the wait, and the group."""
         try:
             return run()
-        except LostRankError as error:
-            lost = error.with_traceback(None)
+        except ThinwireError:  # the same on all ranks, or reported already
+            raise
+        except BaseException as error:
+            lost = lost_in(error)
+            if lost is None:
+                self.ended(error, site)
+                raise
+            lost = lost.with_traceback(None)
         raise self.ended(lost, site)  # not above: the new error would hold the old one, whose frames hold tensors
 
     def ended(self, error: BaseException, site: CallSite) -> BaseException:
@@ -100,42 +112,59 @@ class Failures:
                 self.over = first or sentence
                 for link in self._links:
                     link.close()
+        if isinstance(error, WireError):  # codecs know neither call nor group
+            return WireError(f"{self.where(site)}: {error}")
         return PeerError(self.over) if isinstance(error, LostRankError) else error
 
+    def where(self, site: CallSite) -> str:
+        """A call, in errors."""
+        return f"{site} (operation {site.number} of group {self.names!r})"
+
     def _sentence(self, error: BaseException, site: CallSite) -> str:
-        where = f"{site} (operation {site.number} of group {self.names!r})"
+        where = self.where(site)
+        rank = error.rank if isinstance(error, LostRankError) else None
+        whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
-            what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
+            what = f"{self.own} failed in {where}: {type(error).__name__}: {error}"
         elif error.waited < _LATE * self.timeout_s:
-            what = f"rank {self.rank} lost {self._named(error)} in {where}: {error}"
+            what = f"{self.own} lost {whom} in {where}: {error}"
         else:
             what = (
-                f"rank {self.rank} waited for {self._named(error)} in {where} for the group's timeout of "
+                f"{self.own} waited for {whom} in {where} for the group's timeout of "
                 f"{self.timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
                 "compares all calls)"
             )
         return f"{what}. Create a new group to continue"
 
-    def _named(self, lost: LostRankError) -> str:
-        return self._others if lost.rank is None else f"rank {lost.rank}"
-
 
 def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     """The answer of a store that may hang; None if it raises or takes longer."""
-    answers: SimpleQueue[Found] = SimpleQueue()
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # of a store that is gone
-            answers.put(question())
-
-    thread = threading.Thread(target=ask, name="thinwire-store", daemon=True)
-    thread.start()
+    answer = _aside(question, "thinwire-store", daemon=True)
     for _ in range(_ASKS):
-        with contextlib.suppress(Empty):
-            return answers.get(timeout=seconds / _ASKS)
-        if not thread.is_alive():
+        with contextlib.suppress(Exception):  # of a store that is gone, or has not answered yet
+            return answer.result(seconds / _ASKS)
+        if answer.done():
             break
     return None
+
+
+def _aside(run: Callable[[], Found], name: str, *, daemon: bool) -> "Future[Found]":
+    """The result of `run`, in a thread of its own."""
+    found: Future[Found] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(run())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=daemon).start()
+    return found
+
+
+def _awake(run: Callable[[], Found]) -> Found:
+    """The result of `run`; signals reach Python while it waits inside gloo."""
+    return _aside(run, "thinwire-compare", daemon=False).result()
 
 
 class Handshake:
@@ -156,14 +185,23 @@ class Handshake:
         details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
         own = _PART.join((site.text, settings, details))
         mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
-        alike, lines = self._failures.attend(site, lambda: self._compared(own, mark, lengths is not None))
+        run = functools.partial(self._compared, own, mark, lengths is not None)
+        on_stream = any(link.on_stream for link in self._links)
+        ours = self._failures
+        waits = f"{ours.own} has waited {QUIET_S:g} s for the others in {ours.where(site)}: all ranks have to call it"
+        note = threading.Timer(QUIET_S, announce, [waits])
+        note.start()
+        try:
+            alike, lines = ours.attend(site, run if on_stream else functools.partial(_awake, run))
+        finally:
+            note.cancel()
         if alike and lengths is None:
             return 0
         calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
         sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
-        named = _unfit(sent_R, expected_R) if alike else _named(calls, versions)
-        if named is not None:
-            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {named}")
+        both = _unfit(sent_R, expected_R, ours.named) if alike else _differing(calls, versions, ours.named)
+        if both is not None:
+            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))
 
     def _compared(self, own: str, mark: int, to_all: bool) -> tuple[bool, list[str]]:
@@ -186,21 +224,19 @@ def _parsed(details: str) -> Lengths:
     return sent, expected
 
 
-def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]]) -> str | None:
+def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]], name: Name) -> str | None:
     """Which rank sends another one what that one does not expect, if one does."""
     for source, target in itertools.product(range(len(sent_R)), repeat=2):
         numel, expected = sent_R[source][target], expected_R[target][source]
         if numel != expected:
-            return f"rank {source} sends {numel} elements to rank {target}, which expects {expected}"
+            return f"{name(source)} sends {numel} elements to {name(target)}, which expects {expected}"
     return None
 
 
-def _named(calls: Sequence[str], versions: Sequence[str]) -> str:
+def _differing(calls: Sequence[str], versions: Sequence[str], name: Name) -> str:
     """Which ranks called what, or run what."""
     verb = "called" if len(set(calls)) > 1 else "runs"
-    sides: dict[str, list[str]] = {}
+    sides: dict[str, list[int]] = {}
     for rank, side in enumerate(calls if verb == "called" else versions):
-        sides.setdefault(side, []).append(str(rank))
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {verb} {side}" for side, ranks in sides.items()
-    )
+        sides.setdefault(side, []).append(rank)
+    return "; ".join(f"{name(*ranks)} {verb} {side}" for side, ranks in sides.items())

@@ -1,5 +1,6 @@
 """Groups of ranks: which one is meant, which backend serves it, how long its ranks wait for each other."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,6 +74,13 @@ def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
     """torch's object behind `group` for tensors on `device`; raises RuntimeError where there is none."""
     public = getattr(dist, "get_backend_impl", None)  # since torch 2.14
     return group._get_backend(device) if public is None else public(group, device)
+
+
+def named(elsewhere: Mapping[int, int], *ranks: int) -> str:
+    """Ranks of a group as errors name them: with their ranks in the world, where those are others (`elsewhere`)."""
+    plural = "s" if len(ranks) > 1 else ""
+    own, world = (", ".join(map(str, each)) for each in (ranks, [elsewhere.get(rank, rank) for rank in ranks]))
+    return f"rank{plural} {own}{'' if own == world else f' of the group (global rank{plural} {world})'}"
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:

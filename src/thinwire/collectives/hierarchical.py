@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
-from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, check_finite, encoded_dtype, known_step
+from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, check_finite, encoded_dtype
 from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.collectives.transport import Stages, Transport
 from thinwire.errors import CollectiveError
@@ -91,7 +91,7 @@ class Hierarchical:
         codec = chunk.lane.codec
         numel = chunk.shards[self.inside.rank].numel
         total = desk.numbers(numel, total_dtype(chunk.lane.outer[0], x.dtype))
-        step = known_step(chunk.key.of(self.inside.rank), x.device)
+        step = chunk.key.of(self.inside.rank)
         if isinstance(codec, Identity) and x.dtype != total.dtype:  # its wires hold numbers of 16 bits
             each = torch.empty(numel, dtype=x.dtype, device=x.device)
             total.zero_()

@@ -49,11 +49,6 @@ def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.
     return torch.float32 if fed_back or dtype not in codec.inputs else dtype
 
 
-def known_step(step: int, device: torch.device) -> int | None:
-    """The step for a decoder; None lets it check the header of the wire, which is free on the CPU alone."""
-    return None if device.type == "cpu" else step
-
-
 class LaneSpec(NamedTuple):
     """What does not change of a lane from call to call."""
 
@@ -178,7 +173,7 @@ class LaneChunk:
 def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode a wire in fp32, or in `dtype` if it holds the numbers themselves."""
     out = torch.empty(numel, dtype=dtype if isinstance(codec, Identity) else torch.float32, device=wire.device)
-    codec.decode(wire, out, step=known_step(step, wire.device))
+    codec.decode(wire, out, step=step)
     return out
 
 

@@ -54,7 +54,6 @@ class _LaneMessage:
         self.text = text
         key = text, self.specs, scale
         self._plan = channel.known.get(key) or channel.remember(key, plan())
-
         self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes are watched, or None
 
     @functools.cached_property
@@ -200,7 +199,7 @@ class RowMessage(_LaneMessage):
         self,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        step: int,
+        step: int | None,
         watched: Sequence[Watched] | None = None,
         note: Bad | None = None,
     ) -> None:

@@ -282,7 +282,8 @@ def _planned(channel: Channel, key: PlanKey, group: groups.Group, received: list
     """The call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
     rank = channel.transport.rank
     if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
-        raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
+        own = channel.failures.own
+        raise CollectiveError(f"{own} would send itself {sent[rank]} elements and expects {received[rank]}")
     trial = functools.partial(all_to_all_single, group=group)
     return planned(channel, key, trial, (channel.world, channel.world), (sent, received))
 

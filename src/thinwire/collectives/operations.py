@@ -13,15 +13,13 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, known_step
+from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true
 from thinwire.collectives.pipeline import Operation, Setting
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
-
-
 # Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
 
@@ -163,7 +161,7 @@ class ReduceScatter(Operation):
         step = rows[0].key.of(self._link.rank)
         out = output.read(span, desk)
         total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
-        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=known_step(step, out.device))
+        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=step)
         if lane.carry is not None:
             for part in rows:
                 lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
@@ -205,7 +203,7 @@ class Gather(Operation):
             for rank, part in enumerate(parts_LW[at]):
                 if part.numel:
                     out = self._outputs_LW[at][rank].read(part, desk)
-                    lane.codec.decode(wires_WL[rank][at], out, step=known_step(keys[at].of(rank), out.device))
+                    lane.codec.decode(wires_WL[rank][at], out, step=keys[at].of(rank))
 
 
 class Exchange(Operation):
@@ -233,7 +231,7 @@ class Exchange(Operation):
         for peer, wire, part in receives:
             if part.numel:
                 out = self._outputs[peer].read(part, desk)
-                codec.decode(wire, out, step=known_step(key.of(peer), out.device))
+                codec.decode(wire, out, step=key.of(peer))
 
     def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
         """(other rank, wire, span) of every message of a chunk.
@@ -282,5 +280,5 @@ class Broadcast(Operation):
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
         for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
-                codec.decode(wire, x[part.begin : part.end], step=known_step(key.of(shard), x.device))
+                codec.decode(wire, x[part.begin : part.end], step=key.of(shard))
         self._flat.write(span, x)

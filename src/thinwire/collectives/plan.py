@@ -29,8 +29,6 @@ _GLOO_DTYPES = (  # that all of its verbs take
     *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
-
-
 _KINDS = {
     "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -94,9 +92,6 @@ class CallPlan:
 
 
 Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
-
-
-# --- lanes to plans ---------------------------------------------------------------------------------------------------
 
 
 def sum_plan(
@@ -202,9 +197,6 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     if link.on_stream and _has_rows(lane, cut):
         program = programs.broadcast_program(link, lane, source)
     return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
-
-
-# --- calls to plans ---------------------------------------------------------------------------------------------------
 
 
 def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> CallPlan:

@@ -32,8 +32,6 @@ from thinwire.kernels.schema import RowJob, Rows
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
 MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 # Starts a series of launches on the tensors of a call, at a step: on the current stream, which owns the scratch of the
 # workspace. In a silent workspace it sends nothing.
 Program = Callable[[Workspace, Sequence[Tensor], int], None]
@@ -218,12 +216,7 @@ class SumChunk:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
 
     def _reduce(
-        self,
-        space: Workspace,
-        views: _Views,
-        xs: Sequence[Tensor],
-        mixed: Sequence[int],
-        kept: Sequence[Memory | None],
+        self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
     ) -> None:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self._lanes):
@@ -271,12 +264,7 @@ class NodesChunk(SumChunk):
         self.scratch = Region(end, self._cut)
 
     def _reduce(
-        self,
-        space: Workspace,
-        views: _Views,
-        xs: Sequence[Tensor],
-        mixed: Sequence[int],
-        kept: Sequence[Memory | None],
+        self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
     ) -> None:
         """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         for i, add in self._adds.items():

@@ -167,7 +167,7 @@ reduce_scatter_single = reduce_scatter_tensor
 def _scatter_fed_back(
     output: Tensor, input: Tensor, op: Op, group: Group, codec: str | Codec, step: int | None, feedback: RowFeedback
 ) -> None:
-    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
+    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
     channel = channel_of(groups.resolve(group), target.device)
     if source.numel() != channel.world * target.numel() or not (source.is_contiguous() and target.is_contiguous()):
         raise CollectiveError(
@@ -179,8 +179,7 @@ def _scatter_fed_back(
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
     message = RowMessage([spec], source, group, scale)
     carry = feedback.carry(source.numel(), target.numel(), scale, source.device)
-    number = channel.next_step() if step is None else checks.check_step(step)
-    message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [(carry, None, None)])
+    message.run([target.view(1, -1)], [source.view(channel.world, -1)], step, [(carry, None, None)])
 
 
 def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Desk, Span, others_first, shards, wire_sizes
-from thinwire.collectives.lane import LaneChunk, check_finite, decoded, known_step
+from thinwire.collectives.lane import LaneChunk, check_finite, decoded
 from thinwire.collectives.transport import Stages, Transport, Waitable
 from thinwire.feedback import Fine
 
@@ -50,8 +50,7 @@ class OneShot:
             span = chunk.span(chunk.whole)
             if carry is not None:
                 carry.keep(span, chunk.x, scale, fine)
-            step = known_step(chunk.key.of(0), chunk.x.device)
-            chunk.lane.codec.decode_sum(chunk.own_WN, chunk.x, scale=scale, step=step)
+            chunk.lane.codec.decode_sum(chunk.own_WN, chunk.x, scale=scale, step=chunk.key.of(0))
             if carry is not None:
                 carry.result(span, chunk.x, fine)
             chunk.write()
@@ -136,9 +135,8 @@ def _reduce_own(chunk: LaneChunk, link: Transport, scale: float) -> None:
     step = chunk.key.of(link.rank)
     wire = chunk.wires[link.rank]
     if not lane.keeps_own:
-        trusted = chunk.x.device.type != "cpu"
         dtype = chunk.x.dtype
-        lane.codec.recode(chunk.own_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=trusted)
+        lane.codec.recode(chunk.own_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=True)
         return
     total = _sum_of_others(chunk, link, scale)
     own = chunk.numbers(part)
@@ -155,8 +153,7 @@ def _sum_of_others(chunk: LaneChunk, link: Transport, scale: float) -> Tensor:
     if link.rank != last:
         chunk.own_WN[link.rank].copy_(chunk.own_WN[last])
     total = torch.empty(chunk.shards[link.rank].numel, dtype=torch.float32, device=chunk.x.device)
-    step = known_step(chunk.key.of(link.rank), total.device)
-    chunk.lane.codec.decode_sum(chunk.own_WN[:last], total, scale=scale, step=step)
+    chunk.lane.codec.decode_sum(chunk.own_WN[:last], total, scale=scale, step=chunk.key.of(link.rank))
     return total
 
 
@@ -178,7 +175,7 @@ def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
         x = chunk.numbers(part)
         step = chunk.key.of(shard)
         if carry is None:
-            codec.decode(chunk.wires[shard], x, scale=sign, step=known_step(step, x.device))
+            codec.decode(chunk.wires[shard], x, scale=sign, step=step)
             continue
         span = chunk.span(part)
         if shard == link.rank:
@@ -187,6 +184,6 @@ def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
             x.copy_(result)
         else:
             carry.keep(span, x, scale, fine)
-            codec.decode(chunk.wires[shard], x, step=known_step(step, x.device))
+            codec.decode(chunk.wires[shard], x, step=step)
         carry.result(span, x, fine)
     chunk.write()

@@ -211,16 +211,13 @@ def _end(
     async_op: bool,
     *temporaries: Tensor,
 ) -> Work | None:
-    if work is None:
+    if work is None or not async_op:
+        if work is not None:
+            wait(work, call.channel, call.site)
         if finish is not None:
             finish()
         return Work(list(outputs)).finished() if async_op else None
     stream = call.channel.stream
-    if not async_op:
-        wait(work, call.channel, call.site)
-        if finish is not None:
-            finish()
-        return None
     if stream is None:
         return TorchWork(work, list(outputs), finish, call.channel.failures, call.site)
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.

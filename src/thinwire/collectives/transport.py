@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, timeout_s
+from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, named, timeout_s
 from thinwire.errors import CollectiveError, WireError
 from thinwire.ranges import range_of
 
@@ -134,6 +134,8 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self.draw_tags = tags.draw
+        known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})  # none of a group that others made
+        self.named = functools.partial(named, {own: rank for rank, own in known.items()})
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -219,14 +221,14 @@ def _sums_like(message: Tensor) -> Tensor:
     return torch.empty(max(1, -(-message.numel() * message.itemsize // _PIECE)), dtype=torch.int64)
 
 
-def _compare_sums(message: Tensor, sums: Tensor, sender: int) -> None:
+def _compare_sums(message: Tensor, sums: Tensor, sender: str) -> None:
     """Raise unless a message has the checksums that came with it."""
     wrong = (sums_of(message) != sums).nonzero().flatten().tolist()
     if wrong:
         total = message.numel() * message.itemsize
         begin = wrong[0] * _PIECE
         raise WireError(
-            f"a message of {total} bytes from rank {sender} was damaged in transit: bytes {begin} to "
+            f"a message of {total} bytes from {sender} was damaged in transit: bytes {begin} to "
             f"{min(begin + _PIECE, total)} do not have their checksum; check that rank's memory and network"
         )
 
@@ -263,7 +265,7 @@ class PairTransport(Transport):
         count = len(receives)
         pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
         works = [
-            Arrival((work, after), functools.partial(_compare_sums, part, sums, rank))
+            Arrival((work, after), functools.partial(_compare_sums, part, sums, self.named(rank)))
             for work, after, (rank, part), (_, sums) in pairs
         ]
         return Moving([*works, *moving[2 * count :]], moving.peers[count:])

@@ -25,18 +25,16 @@ from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import (
-    Future,
-    GradientSync,
-    NonfiniteGuard,
-    after_backward,
-    gradients_in,
-    which_are_finite,
-)
+from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
+Future = torch.futures.Future
 _Undo = Callable[["Future[Tensor]"], Tensor]
+_NO_BUCKETS = (
+    "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
+    "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
+)
 
 
 class DDPState(Handle):
@@ -87,10 +85,7 @@ class DDPState(Handle):
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
         if isinstance(bucket, tuple):
-            raise CollectiveError(
-                "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: "
-                "use the hooks of thinwire.hooks there, or another optimize_ddp mode"
-            )
+            raise CollectiveError(_NO_BUCKETS)
         buffer = bucket.buffer()
         checks.check_gradient(buffer)
         group = groups.resolve(self.process_group)
@@ -344,6 +339,8 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         raise CollectiveError(
             "DDP(mixed_precision=...) has a communication hook of its own: use torch.autocast or bfloat16 parameters"
         )
+    if ddp_model._use_python_reducer:
+        raise CollectiveError(_NO_BUCKETS)
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model._module_parameters):
         raise CollectiveError(
             "DDP has a communication hook of its own for optimizers that step in backward: do not use "
