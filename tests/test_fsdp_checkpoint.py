@@ -1,5 +1,6 @@
 """Checkpoints of compressed FSDP2 runs: the same bits on the same ranks, the same sum of residuals on others."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,26 @@ def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]
         if second.handle.step != STEPS or not all(map(torch.equal, first.shards(), second.shards())):
             wrong.append(str(options))
     return wrong
+
+
+def listed(group: Group, options: Options) -> bool:
+    """Whether a rank that is given the states of all ranks continues with its own."""
+    run = Run(mesh_of(group, False), options)
+    run.train(0, SAVED_AT)
+    buffer = io.BytesIO()
+    torch.save(run.handle.state_dict(), buffer)
+    saved: list[Any] = [None] * group.size()
+    dist.all_gather_object(saved, buffer.getvalue(), group=group)
+    again = Run(mesh_of(group, False), options)
+    again.handle.load_state_dict([torch.load(io.BytesIO(one), weights_only=False) for one in saved])
+    kept = (one.handle.state_dict() for one in (run, again))
+    mine, loaded = ([t.to_local() for name in ("mean", "replica") for t in state[name].values()] for state in kept)
+    return bool(mine) and all(map(torch.equal, mine, loaded))
+
+
+@pytest.mark.parametrize("options", [EF21, COPIES], ids=["means", "copies"])
+def test_a_rank_finds_its_own_among_the_states_of_all(ranks: RankPool, options: Options) -> None:
+    assert ranks(2).run(listed, options) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -199,12 +199,13 @@ def load(
         **checkpoint.COMMON,
         "steps": schema.fields(dict.fromkeys(("shards", step), schema.STEPS)),
         "gathered": schema.FLAG,
-        "mean": sharded,
-        "replica": sharded,
         "sent": schema.pairs(schema.TEXT, schema.STEPS),
     }
     for saved in states:
         schema.fields(rules if saved is head else remembered)("", saved)
+    mine = next((saved for saved in states if layout.key(layout.rank) in saved["ranks"]), head)
+    for name in ("mean", "replica"):  # of which every rank has its shard
+        sharded(name, mine[name])
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}
     old = head["world"]
     advice = (
@@ -221,13 +222,12 @@ def load(
     own = {name: lost for name, lost in own.items() if name in sync.chooser.sizes}  # not of frozen ones
     if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
         own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
-    means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
+    means = {name: layout.mean(name, shard) for name, shard in mine["mean"].items()}
     residuals = layout.spread(dealt)
-    kinds = dict(head["feedback"])
-    sent = dict(head["sent"])
+    kinds, sent = dict(head["feedback"]), dict(head["sent"])
     steps = dict(head["steps"])
     sync.chooser.load_state_dict(head["decisions"], steps[step])  # from here on nothing fails
     sync.go_on(residuals, means, kinds, own)
     for gatherer in gatherers:
-        gatherer.load(head["replica"], sent.get(gatherer.name, 0))
+        gatherer.load(mine["replica"], sent.get(gatherer.name, 0))
     return steps
