@@ -259,4 +259,4 @@ def _try_step(kind: Any, parameter: Tensor, settings: Mapping[str, Any], held: M
     probe.load_state_dict({"state": {0: deepcopy(held)}, "param_groups": [one]})
     probe.step()
     if not is_finite(zeros):
-        raise ValueError("the result is not finite")
+        raise CollectiveError("the result is not finite")
