@@ -59,7 +59,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         reference.decode_sum(format, wires_WN, out, scale=scale, rotation=rotation)
         return
     launch, _, tuning = _modules()
-    config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel(), wires_WN.shape[0])
+    config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
     launch.decode_sum(format, wires_WN, out, scale, rotation, config)
 
 
@@ -71,7 +71,7 @@ def recode(
         reference.recode(how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         return
     launch, _, tuning = _modules()
-    config = tuning.choose("recode", how, torch.float32, wire.device, numel, wires_WN.shape[0])
+    config = tuning.choose("recode", how, torch.float32, wire.device, numel)
     launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
 
 

@@ -107,25 +107,24 @@ def recode(
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
     """See schema.Backend."""
     kept = x if memory is None else memory
-    start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device, x.dtype, kept.dtype)
+    start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device)
     start((out, x, index, kept, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    _putting_back(index.numel(), x.device, x.dtype)((values, x, index))
+    _putting_back(index.numel(), x.device)((values, x, index))
 
 
 @lru_cache(maxsize=1024)
-def _setting_aside(count: int, blanks: int, device: torch.device, *dtypes: torch.dtype) -> Repeated:
-    """By dtypes too: a launch that was started before knows its kernel by them."""
+def _setting_aside(count: int, blanks: int, device: torch.device) -> Repeated:
     grid = -(-count // aside.MOVED.value)
     made = Prepared(aside.set_aside_kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
     return Repeated(lambda _: made, ("out", "x", "index", "memory", "gaps"))
 
 
 @lru_cache(maxsize=1024)
-def _putting_back(count: int, device: torch.device, dtype: torch.dtype) -> Repeated:
+def _putting_back(count: int, device: torch.device) -> Repeated:
     made = Prepared(aside.put_back_kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
     return Repeated(lambda _: made, ("values", "x", "index"))
 

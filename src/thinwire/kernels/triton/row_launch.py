@@ -56,7 +56,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
         summing = Repeated(make, ("wire", "out", "x"), even=own < 0 or even)
         return lambda wires, wire, mixed, x, memory: summing((wires, wire, wire if own < 0 or x is None else x))
     op = "recode" if own < 0 else "recode_own"
-    config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel, world)
+    config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel)
     keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
     keyed = job.how.keyed
     if own < 0:
@@ -98,7 +98,7 @@ def decoder(
     mode = _MODES[feedback.mode if feedback else ""]
     even = job.rows.each % 4 == 0
     is_plain = not format.block
-    config = tuning.choose("decode_sum", decoding(format), job.dtype, job.device, job.rows.numel, world)
+    config = tuning.choose("decode_sum", decoding(format), job.dtype, job.device, job.rows.numel)
 
     def make(grouped: bool, counted: bool) -> Prepared:
         if is_plain:
