@@ -100,8 +100,7 @@ class ReplicaAverager:
     @property
     def feedback(self) -> str:
         """The kinds that are in use, or "none"."""
-        found = "+".join(sorted({lane.lane.spec.feedback for lane in self._lanes} - {""})) or "none"
-        return f"{found}+moments" if self.chooser.weighs and self.chooser.agreed.shared else found
+        return self.chooser.feedback_in_use(lane.lane.spec.feedback for lane in self._lanes)
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """The first row = the mean of all rows, as every replica reads it. The other rows are used up."""

@@ -39,9 +39,9 @@ def mean(totals: Sequence[Total]) -> float:
     return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
 
 
-def curve(losses: Sequence[float]) -> list[tuple[float, float]]:
+def curve(losses: Sequence[float], points: int = POINTS) -> list[tuple[float, float]]:
     """(step, mean loss of the batches since the point before it) of a training."""
-    each = -(-len(losses) // POINTS)
+    each = -(-len(losses) // points)
     parts = [losses[at : at + each] for at in range(0, len(losses), each)]
     return [(min((place + 1) * each, len(losses)), math.fsum(part) / len(part)) for place, part in enumerate(parts)]
 

@@ -168,6 +168,7 @@ def test_wrong_use_raises(use: Callable[..., Any], said: str) -> None:
         ({}, "needs a codec"),
         ({"codec": "auto"}, "name a codec"),
         ({"codec": "int8", "world": 0}, "world must be an integer"),
+        ({"codec": "int8", "world": True}, "world must be an integer"),
         ({"codec": "int8", "accumulate": 1.5}, "accumulate must be an integer"),
         ({"codec": "int8", "policy": {"nobody*": "int4"}}, "matches none"),
     ],
@@ -177,6 +178,40 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
         thinwire.rehearse(network(8), **options)
     with pytest.raises(TypeError):
         thinwire.rehearse(network(8), "int8", connections=3)  # type: ignore[call-arg]
+
+
+def test_models_it_does_not_take() -> None:
+    wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = network(8)
+    with pytest.raises(CollectiveError, match="the model that DDP wraps"):
+        thinwire.rehearse(wrapped, "int8")
+    model = network(8)
+    model.register_parameter("phase", torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    with pytest.raises(CollectiveError, match="these are complex"):
+        thinwire.rehearse(model, "int8")
+
+
+def test_sums_that_are_not_encoded_again_have_one_phase() -> None:
+    with pytest.raises(CollectiveError, match="only one_shot sums"):
+        thinwire.rehearse(network(8), "topk", world=3, algorithm="two_phase")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "two_phase"])
+def test_one_rank_rounds_nothing(algorithm: str) -> None:
+    model, plain = network(8), network(8)
+    adam = torch.optim.Adam(model.parameters(), 0.1)
+    handle = thinwire.rehearse(model, "lloyd2", world=1, optimizer=adam, algorithm=algorithm)
+    for step in range(3):
+        plain.load_state_dict(model.state_dict())
+        plain.zero_grad()
+        loss_of(plain, step, 0).backward()
+        loss_of(model, step, 0).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+        adam.step()
+        adam.zero_grad()
+    assert handle.stats().bytes_sent == 0
 
 
 def test_nan_of_one_rank_is_named() -> None:

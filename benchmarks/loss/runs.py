@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import clock, schemes
+from benchmarks import clock, schemes, tasks
 from benchmarks.loss import arms, task
-from thinwire.tools.bench import record
+from thinwire.tools.bench import record, timing
 
 CLIP = 1.0
 DECAY = 0.1
-BETAS = (0.9, 0.95)
 POINTS = 50  # of a curve
+BETAS = (0.9, 0.95)
 ARMS = "fp32,null,bf16,int8,int4,lloyd4,trellis3,lloyd3,trellis2,lloyd2,auto:2.5,lloyd1,powersgd4,int2,sign"
 
 
@@ -108,13 +108,13 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
     began = time.monotonic()
     torch.manual_seed(run.seed)  # of the null arm's noise
     trainer = Trainer(run, text, device, compiled=compiled)
-    _settle(device)
+    timing.synchronize(device)
     stepped = time.monotonic()
     for step in range(trainer.size.steps):
         trainer.step(step)
         if step % 100 == 0 and not math.isfinite(float(trainer.losses[step])):
             break
-    _settle(device)
+    timing.synchronize(device)
     step_ms = 1e3 * (time.monotonic() - stepped) / trainer.size.steps
     found = {
         **vars(run),
@@ -123,7 +123,7 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
         "bits": trainer.arm.bits,
         "weights": sum(p.numel() for p in trainer.network.parameters()),
         "tokens": trainer.size.steps * run.world * trainer.size.rows * trainer.size.context,
-        "curve": _curve(trainer.losses.tolist()),
+        "curve": [[at, round(loss, 5)] for at, loss in tasks.curve(trainer.losses.tolist(), POINTS)],
         "step_ms": round(step_ms, 2),
         "seconds": round(time.monotonic() - began, 1),
         "text": text.digest,
@@ -133,17 +133,6 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _curve(losses: Sequence[float]) -> list[list[float]]:
-    each = -(-len(losses) // POINTS)
-    parts = [losses[at : at + each] for at in range(0, len(losses), each)]
-    return [[min((i + 1) * each, len(losses)), round(math.fsum(part) / len(part), 5)] for i, part in enumerate(parts)]
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------

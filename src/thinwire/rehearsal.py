@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Identity
+from thinwire.codecs.checks import is_int
 from thinwire.collectives.chunks import Desk, Flat
-from thinwire.collectives.hierarchical import fewest_roundings, flat_reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk
-from thinwire.collectives.plan import lane_cut
+from thinwire.collectives.hierarchical import flat_algorithm, flat_reducer
+from thinwire.collectives.lane import Lane, LaneChunk, lane_chunks
+from thinwire.collectives.plan import flat_lane, sum_plan, sum_sent_bytes
 from thinwire.collectives.transport import Messages, Stages, Transport, Waitable
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Memories
@@ -107,37 +108,23 @@ class _Bucket:
         self, parameters: Sequence[nn.Parameter], names: ParameterNames, chooser: Chooser, asked: str, world: int
     ) -> None:
         self.parameters = parameters
-        self.names, self.shapes = names.of(parameters)
+        self.names, _ = names.of(parameters)
         self.world = world
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
         pairs = zip(self.names, self.sizes, strict=True)
         found = lanes.lanes_of(self.names, [chooser.spec(name, size) for name, size in pairs])
         self.lanes = found
-        self.specs = [
-            lane.spec._replace(dtype=self.dtype, exact_own=not isinstance(lane.spec.codec, Identity)) for lane in found
-        ]
-        self.plain = all(isinstance(spec.codec, Identity) for spec in self.specs)
-        usual = fewest_roundings(world) if all(spec.codec.recodes for spec in self.specs) else "one_shot"
-        self.algorithm = usual if asked == "auto" else asked
-        seat = _Seat(0, world, self.device)
-        wires = [spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs]
-        held = world if self.algorithm == "one_shot" else 2
-        self.cuts = [lane_cut(spec, wire, [seat], world, held) for spec, wire in zip(self.specs, wires, strict=True)]
+        self.specs = [flat_lane(lane.spec, self.dtype) for lane in found]
+        self.plain = world == 1 or all(isinstance(spec.codec, Identity) for spec in self.specs)
+        self.algorithm = flat_algorithm(asked, [spec.codec for spec in self.specs], world)
+        plan = sum_plan("", self.specs, [_Seat(0, world, self.device)], self.algorithm, 1.0 / world)
+        self.cuts = plan.cuts
         self.num_chunks = max(cut.num_chunks for cut in self.cuts)
         self.numel = sum(size.numel for size in self.sizes)
-        self.wire_bytes = sum(wires)
+        self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
-        reducer = flat_reducer(seat, self.algorithm)
-        self.sent_bytes = (
-            self.plain_bytes
-            if self.plain
-            else sum(
-                reducer.sent_bytes(spec.codec, cut.span(index).numel, spec.encoded)
-                for spec, cut in zip(self.specs, self.cuts, strict=True)
-                for index in range(cut.num_chunks)
-            )
-        )
+        self.sent_bytes = self.plain_bytes if self.plain else sum_sent_bytes(plan, self.specs)
 
     def keeps(self, at: int) -> bool:
         """Whether the ranks' numbers of a lane stay until the end of a step."""
@@ -164,7 +151,6 @@ class _BucketSum:
     def __init__(self, bucket: _Bucket, step: int) -> None:
         self.bucket = bucket
         self._step = step
-        self._turns = 0
         self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
         self._shelves = [_Shelf(bucket.world, bucket.device) for _ in range(bucket.num_chunks)]
         self._seats: list[_Seat] = []
@@ -193,11 +179,7 @@ class _BucketSum:
 
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
         desk = _SeatDesk(self._shelves[index], rank)
-        chunks = [
-            lane.chunk(lane.cut.span(index), Key(self._step, index, at), desk)
-            for at, lane in enumerate(loaded)
-            if lane.cut.span(index).numel or index == 0
-        ]
+        chunks = lane_chunks(loaded, index, self._step, desk)
         reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
         stages = reducer.stages(chunks, 1.0 / self.bucket.world, (0, 1), desk)
         next(stages)
@@ -251,7 +233,7 @@ class Rehearsal(Handle):
         if options.mesh is not None:
             raise CodecError("a rehearsal has no mesh: leave out mesh= and inside=")
         for name, value in (("world", world), ("accumulate", accumulate)):
-            if not isinstance(value, int) or value < 1:
+            if not is_int(value) or value < 1:
                 raise CodecError(f"{name} must be an integer, 1 or more, got {value!r}")
         self.world = world
         self.steps = 0
@@ -259,6 +241,10 @@ class Rehearsal(Handle):
         options.rules.check_names([name for name, _ in model.named_parameters()])
         self._names.take(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise CollectiveError("rehearse plays DDP's ranks in one process: pass the model that DDP wraps")
+        if odd := [name for name, p in model.named_parameters() if p.is_complex()]:
+            raise CollectiveError(f"rehearse takes real parameters, these are complex: {', '.join(odd)}")
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
         self._options = options
@@ -385,7 +371,8 @@ class Rehearsal(Handle):
         self._sums = [_BucketSum(bucket, self.steps) for bucket in self._buckets]
         self._roots = []
         for bucket in self._buckets:
-            weighed = self._chooser.weighed(bucket.names) if bucket.dtype in (torch.float32, torch.bfloat16) else []
+            able = not bucket.plain and bucket.dtype in (torch.float32, torch.bfloat16)
+            weighed = self._chooser.weighed(bucket.names) if able else []
             parameters = [bucket.parameters[i] for i in weighed]
             self._roots.append((weighed, self._chooser.moments.roots(parameters) if weighed else []))
 
@@ -414,9 +401,7 @@ class Rehearsal(Handle):
             if weighed:
                 torch._foreach_mul_([views[i] for i in weighed], roots)
             if self._noise:
-                drawn = torch.randn(
-                    bucket.numel, generator=self._generator
-                )  # the script's own numbers stay as they are
+                drawn = torch.randn(bucket.numel, generator=self._generator)  # the script's own numbers stay the same
                 buffer *= 1 + self._noise * drawn.to(buffer)
             for parameter, view in zip(bucket.parameters, views, strict=True):
                 parameter.grad = view if id(parameter) in self._met else None
@@ -437,12 +422,10 @@ class Rehearsal(Handle):
         """What compression has done: the bytes of one rank, errors of all."""
         coded = [bucket for bucket in self._buckets if not bucket.plain]
         numel = sum(bucket.numel for bucket in coded)
-        used = {spec.feedback for bucket in self._buckets for spec in bucket.specs} - {""}
-        feedback = "+".join(sorted(used)) or "none"
         return Stats(
             steps=self.steps,
             codec=str(self._chooser.policy.schedule),
-            feedback=f"{feedback}+moments" if self._chooser.weighs and self._chooser.in_units else feedback,
+            feedback=self._chooser.feedback_in_use(spec.feedback for bucket in self._buckets for spec in bucket.specs),
             chosen=self._chooser.why,
             bytes_sent=self._tally.bytes_sent,
             bytes_plain=self._tally.bytes_plain,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
+from thinwire.collectives.checks import check_recodes
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
 from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, check_finite, encoded_dtype
 from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
@@ -25,6 +26,15 @@ _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, i
 def fewest_roundings(world: int) -> Literal["one_shot", "two_phase"]:
     """one_shot for two ranks: they send as many bytes as in two phases, and round once."""
     return "one_shot" if world <= 2 else "two_phase"
+
+
+def flat_algorithm(asked: str, codecs: Sequence[Codec], world: int) -> str:
+    """How lanes in these codecs are summed on one group; "auto" depends on nothing else, so that runs repeat."""
+    if asked == "two_phase":
+        check_recodes(codecs, "a sum in two phases")
+    if asked != "auto":
+        return asked
+    return fewest_roundings(world) if all(codec.recodes for codec in codecs) else "one_shot"
 
 
 def flat_reducer(transport: Transport, algorithm: str) -> OneShot | TwoPhase:

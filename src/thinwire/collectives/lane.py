@@ -193,3 +193,13 @@ def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], T
     if callbacks:  # a chunk counts once, however many of its lanes are not finite
         callbacks[0](fine)
     return fine
+
+
+def lane_chunks(lanes: Sequence[Lane], index: int, step: int, desk: Desk) -> list[LaneChunk]:
+    """Chunk `index` of every lane that has one; the first chunk is there even if it is empty."""
+    spans = [lane.cut.span(index) for lane in lanes]
+    return [
+        lane.chunk(span, Key(step, index, at), desk)
+        for at, (lane, span) in enumerate(zip(lanes, spans, strict=True))
+        if span.numel or index == 0
+    ]

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec
 from thinwire.collectives import operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
-from thinwire.collectives.hierarchical import check_order, fewest_roundings
+from thinwire.collectives.hierarchical import check_order, flat_algorithm
 from thinwire.collectives.lane import Lane, LaneSpec, Watch
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import CallPlan, rows_plan, sum_plan, with_scratch
+from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sum_plan, sum_sent_bytes, with_scratch
 from thinwire.collectives.work import Work
 from thinwire.feedback import Carry, Fine
 from thinwire.kernels.rows import Bad
@@ -89,12 +89,10 @@ class Message(_LaneMessage):
     ) -> None:
         channel = channel_of(group if nodes is None else nodes.mesh, like.device)
         codecs = [spec.codec for spec in specs]
-        if nodes is not None or algorithm == "two_phase":
-            check_recodes(codecs, "a sum in two phases or by nodes")
         if nodes is None:
-            usual = fewest_roundings(channel.world) if all(codec.recodes for codec in codecs) else "one_shot"
-            self.algorithm = usual if algorithm == "auto" else algorithm
+            self.algorithm = flat_algorithm(algorithm, codecs, channel.world)
         else:
+            check_recodes(codecs, "a sum by nodes")
             check_order(nodes.mesh)
             self.algorithm = "hierarchical"
         self.dtype = like.dtype
@@ -146,24 +144,17 @@ class Message(_LaneMessage):
     @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
-        plan = self._plan
-        assert plan.reducer is not None
-        return sum(
-            plan.reducer.sent_bytes(lane.codec, cut.span(index).numel, lane.encoded, spec.codec)
-            for spec, lane, cut in zip(self.specs, plan.lanes, plan.cuts, strict=True)
-            for index in range(cut.num_chunks)
-        )
+        return sum_sent_bytes(self._plan, self.specs)
 
 
 def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
     """A lane as it is encoded first: in its codec; inside a node, where bits are cheaper, in one of no fewer."""
-    spec = spec._replace(dtype=dtype)
     if nodes is None:
-        return spec._replace(exact_own=not isinstance(spec.codec, Identity))
+        return flat_lane(spec, dtype)
     assert not spec.feedback  # a hierarchy has none
     inside = codec_for(nodes.inside, (spec.numel,))
     codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
-    return spec._replace(codec=codec, first=codec, across=(spec.codec, spec.first))
+    return spec._replace(dtype=dtype, codec=codec, first=codec, across=(spec.codec, spec.first))
 
 
 class RowMessage(_LaneMessage):

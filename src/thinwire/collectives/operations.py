@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true
+from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, lane_chunks
 from thinwire.collectives.pipeline import Operation, Setting
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
@@ -55,12 +55,7 @@ class AllReduce(Operation):
 
     def _sum(self, index: int, desk: Desk) -> Stages:
         """The reducer's stages on one span of every lane."""
-        spans = [lane.cut.span(index) for lane in self._lanes]
-        chunks = [
-            lane.chunk(span, Key(self._step, index, at), desk)
-            for at, (lane, span) in enumerate(zip(self._lanes, spans, strict=True))
-            if span.numel or index == 0
-        ]
+        chunks = lane_chunks(self._lanes, index, self._step, desk)
         stages = self._reducer.stages(chunks, self._scale, self._tags, desk)
         if self._meter is None:
             yield from stages

@@ -107,6 +107,21 @@ def sum_plan(
     return with_scratch(plan, (False,) * len(lanes))
 
 
+def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
+    """A lane of numbers of `dtype` as it is summed on one group: a rank adds its own numbers as they are."""
+    return spec._replace(dtype=dtype, exact_own=not isinstance(spec.codec, Identity))
+
+
+def sum_sent_bytes(plan: CallPlan, specs: Sequence[LaneSpec]) -> int:
+    """Bytes of wires that this rank hands to the transport; `specs` have the codecs that cross between nodes."""
+    assert plan.reducer is not None
+    return sum(
+        plan.reducer.sent_bytes(lane.codec, cut.span(index).numel, lane.encoded, spec.codec)
+        for spec, lane, cut in zip(specs, plan.lanes, plan.cuts, strict=True)
+        for index in range(cut.num_chunks)
+    )
+
+
 def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     """The plan of a sum, with its scratch; `scattered`: whether a lane's numbers lie in several tensors."""
     assert plan.reducer is not None

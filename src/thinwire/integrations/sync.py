@@ -235,9 +235,8 @@ class GradientSync:
     @property
     def feedback(self) -> str:
         """The kinds in use, or "none"."""
-        used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
-        found = "+".join(sorted(used - {""})) or "none"
-        return f"{found}+moments" if self.chooser.weighs and self.chooser.in_units else found
+        buckets = list(self._buckets.values())
+        return self.chooser.feedback_in_use(lane.spec.feedback for bucket in buckets for lane in bucket.lanes)
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:

@@ -57,7 +57,8 @@ class Plan:
 
 def run(plan: Plan, progress: Progress = iter) -> Record:
     """A record of kind "loss"."""
-    return collect("loss", torch.device("cpu"), _rows(plan, progress))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where scripts usually train
+    return collect("loss", device, _rows(plan, progress))
 
 
 def _rows(plan: Plan, progress: Progress) -> Generator[Row]:

@@ -10,7 +10,7 @@ optimizers step the parameters, and gradients in Adam's units.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -304,6 +304,11 @@ class Chooser:
     def in_units(self) -> bool:
         """Whether any gradient of this step was weighed by moments."""
         return any(self._weighed.values())
+
+    def feedback_in_use(self, used: Iterable[str]) -> str:
+        """The kinds of feedback that lanes use, "+moments" if gradients are weighed; or "none"."""
+        found = "+".join(sorted({*used} - {""})) or "none"
+        return f"{found}+moments" if self.weighs and self.in_units else found
 
     def spec(self, name: str, size: ParameterSize) -> LaneSpec:
         """How one parameter travels, as a lane of its own would."""

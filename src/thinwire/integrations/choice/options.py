@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import ByName, Cast, Codec, Identity, codec, registry
 from thinwire.codecs.checks import is_int
-from thinwire.collectives.checks import check_algorithm
+from thinwire.collectives.checks import check_algorithm, check_recodes
 from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
@@ -237,6 +237,8 @@ class DDPOptions:
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
+        if self.algorithm == "two_phase":
+            check_recodes([one for one in self.schedule.choices if isinstance(one, Codec)], "algorithm='two_phase'")
 
     def _check_optimizers(self) -> None:
         known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
