@@ -8,7 +8,8 @@ come late. Every result is compared to the bit with tests/defined.py, which comp
 ten by the slow reference; what all ranks hold alike is also compared between them. In episodes with a fault one rank is
 killed or stopped at a random moment, has no memory left, or makes another call than the others. The others must raise
 an error that names the group, in time; those that lost a rank then form a smaller group and go on, and new ranks are
-started.
+started. Other episodes train with FSDP2, HSDP and DiLoCo, twice, with ranks that come late at other moments: both must
+end with the same bits, on all ranks.
 
 Mismatches are wrong results and wrong errors. Hangs are ranks that gave no answer. Leaks are files, threads and memory
 that ranks hold beyond what they held after their first episodes. All three must be 0, else the exit status is 1.
@@ -37,6 +38,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import defined
@@ -52,6 +55,7 @@ CALLS = 40  # of an episode
 WORLDS = (2, 3, 4)
 FAULTS = ("kill", "stop", "fail", "differ")
 FAULTY = 0.2  # share of episodes with a fault
+TRAINING = 0.15  # share of episodes that train
 LATE = 0.05  # share of calls to which a rank comes late
 STOPPED_S = 2.0  # the timeout of groups in which a rank stops
 SOON_S = 10.0  # until survivors know, beyond that timeout
@@ -63,6 +67,9 @@ CODECS = (
     *("int5:block=64,rounding=stochastic", "lloyd4", "lloyd2:block=64", "lloyd1:block=256,scale=unbiased", "topk"),
     *("trellis2", "trellis3:block=64", "trellis1:block=256,scale=unbiased"),
 )
+TRAINED = ("int8", "int4", "lloyd4", "lloyd2", "trellis2", "trellis3")  # of gradients
+WEIGHTS = ("none", "bf16", "int8", "lloyd4")
+STEPS = 8  # of a training
 VERBS = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
@@ -199,7 +206,7 @@ class Told:
 
 def episode(group: Group, how: str, seed: int, folder: str = "") -> Told:
     """With whole messages, or with many small chunks: plans hold the cuts, so all make groups of their own."""
-    run: Any = {"peace": peace, "fail": fail, "differ": differ}.get(how)
+    run: Any = {"peace": peace, "train": train, "fail": fail, "differ": differ}.get(how)
     with small_chunks() if seed % 2 else nullcontext():
         return run(group, seed) if run else lose(group, seed, how, folder)
 
@@ -265,6 +272,63 @@ def step(model: DistributedDataParallel, seed: int) -> str:
             parameter.sub_(parameter.grad, alpha=1e-4)
             parameter.grad = None
     return digest(*model.parameters())
+
+
+def train(group: Group, seed: int) -> Told:
+    """FSDP2 and DiLoCo, each twice."""
+    told = Told(pid=os.getpid(), held=held())
+    member = dist.new_group()
+    for trained in (sharded, averaged):
+        ends = [trained(member, seed, random.Random(seed + 16 * turn + group.rank())) for turn in range(2)]
+        told.calls += 2 * STEPS
+        if ends[0] != ends[1]:
+            told.wrong.append(f"{trained.__name__} twice, seed {seed}: ranks that come late change the result")
+        told.digests += ends
+    return told
+
+
+def sharded(group: Group, seed: int, lateness: random.Random) -> str:
+    """Steps of FSDP2, or of HSDP on four ranks; all weights at the end."""
+    rng = random.Random(seed)
+    shape = (2, 2) if group.size() == 4 and rng.random() < 0.5 else (group.size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    model = layers(rng)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    gradients, weights, feedback = rng.choice(TRAINED), rng.choice(WEIGHTS), rng.choice(("none", "classic"))
+    replica = True if weights == "lloyd4" else None  # else it warns
+    thinwire.compress_fsdp(model, gradients, weights, replica=replica, feedback=feedback, exempt="none")
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for at in range(STEPS):
+        train_step(model, optimizer, seed + 4 * at + group.rank(), lateness)
+    return digest(*(parameter.full_tensor() for parameter in model.parameters()))
+
+
+def averaged(group: Group, seed: int, lateness: random.Random) -> str:
+    """Steps of DiLoCo; all weights at the end."""
+    rng = random.Random(seed)
+    model = layers(rng)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    how: Any = {"codec": rng.choice((*TRAINED, "topk")), "fragments": rng.choice((1, 2))}
+    with thinwire.DiLoCo(model, optimizer, every=4, overlap=rng.choice((0, 1)), group=group, **how):
+        for at in range(STEPS):
+            train_step(model, optimizer, seed + 4 * at + group.rank(), lateness)
+    return digest(*model.parameters())
+
+
+def layers(rng: random.Random) -> nn.Sequential:
+    torch.manual_seed(rng.randrange(1 << 30))
+    wide = rng.randrange(1, 300)
+    return nn.Sequential(nn.Linear(7, wide), nn.Linear(wide, wide), nn.Linear(wide, 3))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, lateness: random.Random) -> None:
+    if lateness.random() < LATE:
+        time.sleep(lateness.random() * 0.03)
+    model(torch.randn(5, 7, generator=seeded(seed))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def lose(group: Group, seed: int, how: str, folder: str) -> Told:
@@ -431,7 +495,7 @@ class Soak:
         for left in range(TRIES, 0, -1):
             with Standstill() as stood:
                 trouble = self._found(how, world, seed)
-            if not trouble or how == "peace" or left == 1 or stood.seconds < STOOD_S:
+            if not trouble or how not in FAULTS or left == 1 or stood.seconds < STOOD_S:
                 break
         for what, text in trouble:
             self._trouble(what, world, text, f"{how} {world} {seed}")
@@ -443,7 +507,7 @@ class Soak:
         except RankError as error:
             return [("mismatches" if " failed on " in str(error) else "hangs", str(error))]
         self.counts[world, "operations"] += max(told.calls for told in answers)
-        self.counts[world, "faults"] += how != "peace"
+        self.counts[world, "faults"] += how in FAULTS
         for told in answers:
             if told.held:
                 self.held.setdefault((world, told.pid), []).append(told.held)
@@ -488,8 +552,8 @@ def episodes(seed: int, seconds: float) -> Iterator[tuple[str, int, int]]:
     rng = random.Random(seed)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        how = rng.choice(FAULTS) if rng.random() < FAULTY else "peace"
-        yield how, rng.choice(WORLDS), rng.randrange(1 << 30)
+        how = rng.choices(("fault", "train", "peace"), (FAULTY, TRAINING, 1 - FAULTY - TRAINING))[0]
+        yield rng.choice(FAULTS) if how == "fault" else how, rng.choice(WORLDS), rng.randrange(1 << 30)
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
+import copy
 import io
 import time
 import warnings
@@ -288,6 +289,35 @@ def saved_under_way(group: Group) -> bool:
 
 def test_a_state_waits_for_rounds_under_way(ranks: RankPool) -> None:
     assert ranks(2).run(saved_under_way) == [True, True]
+
+
+def shared(group: Group) -> list[bool]:
+    """Whether rounds change a state that was saved before, and one that was loaded."""
+    model = network()
+    optimizer = inner(model)
+    diloco = DiLoCo(model, optimizer, every=2, codec="lloyd4", overlap=1)
+    learn(model, optimizer, group.rank(), range(5))
+    found = []
+    for load in (False, True):
+        state = diloco.state_dict()
+        if load:
+            diloco.load_state_dict(state)
+        before = copy.deepcopy(state)
+        learn(model, optimizer, group.rank(), range(5))
+        found.append(same(state, before))
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(same(one[key], other[key]) for key in one)
+    return all(map(same, one, other)) if isinstance(one, list | tuple) else one == other
+
+
+def test_states_share_no_memory_with_the_run(ranks: RankPool) -> None:
+    assert ranks(2).run(shared) == [[True, True]] * 2
 
 
 def joined(group: Group, saved: bytes) -> tuple[int, float, Tensor]:

@@ -299,6 +299,14 @@ def test_without_copies_the_error_stays(ranks: RankPool) -> None:
         assert answer.sent[0] == answer.sent[1] < answer.plain[1] / 3.5
 
 
+def test_weights_as_they_are_count_too(ranks: RankPool) -> None:
+    """So that ratios can be compared: whatever the codec of weights, bytes_plain is the same."""
+    rounded = ranks(2).run(copies, {"weights": "int8", "replica": False}, None)
+    for answer, other in zip(ranks(2).run(copies, {"weights": "none"}, None), rounded, strict=True):
+        assert answer.sent == answer.plain == other.plain
+        assert answer.plain[0] == 4 * rounded[0].numel  # a gather of two ranks
+
+
 def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
     """What five forward passes saw, at one of which a weight of rank 0's was bad."""
     model = wrap(group, EVEN, reshard_after_forward=True)

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from cases import by_turns
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, batch, draw, flat, network, same_everywhere, wrap
+from replicas import SHAPES, Given, Group, batch, draw, flat, message_of, network, same_everywhere, wrap
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.integrations.choice.options import DDPOptions
@@ -148,6 +150,22 @@ def alone(group: Group) -> None:
         model(*[torch.full(shape, math.nan) for shape in SHAPES.values()]).backward()
     model.zero_grad()
     model(*draw(0)).backward()
+
+
+def apart(group: Group) -> str:
+    """What the ranks of a smaller group raise of one of them."""
+    member = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return ""
+    model = DistributedDataParallel(nn.Linear(30, 40), process_group=member)
+    compress_ddp(model, on_nonfinite="raise")
+    x = torch.full((2, 30), math.nan if group.rank() == 2 else 1.0)
+    return message_of(lambda: model(x).sum().backward())
+
+
+def test_ranks_of_a_smaller_group_are_those_of_the_world(ranks: RankPool) -> None:
+    for message in ranks(3).run(apart)[1:]:
+        assert "on rank 2 holds NaN" in message
 
 
 def test_raise_holds_at_the_edges(ranks: RankPool) -> None:

@@ -194,7 +194,7 @@ def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
         _check_optimizer(name, optimizer, saved)
     before = optimizer.state_dict()
     try:
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(deepcopy(saved))  # torch would keep the saved tensors, and change them
     except Exception:
         optimizer.load_state_dict(before)
         raise

@@ -129,7 +129,7 @@ class DDPState(Handle):
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
             if bool(found.all()):  # all ranks have the same means, and see the same
                 return
-            guard.compare(step, (group,), group.rank(), group.size(), True, found.device)
+            guard.compare(step, (group,), dist.get_rank(), dist.get_world_size(), True, found.device)
 
         if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
             for buffer, future in means:

@@ -12,6 +12,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -399,16 +400,17 @@ class DiLoCo(Handle):
         compression = checkpoint.save(self._sync, [], self.rounds, self._group, gather=gather)
         if not compression:
             return {}
+        own = functools.partial(Tensor.to, device="cpu", copy=True)
         return {
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
             "fragments": len(self._fragments),
-            "outer": {name: copy.detach().cpu().clone() for name, copy in self._copies.items()},
-            "outer_optimizer": self.outer_optimizer.state_dict(),
+            "outer": {name: own(values.detach()) for name, values in self._copies.items()},
+            "outer_optimizer": deepcopy(self.outer_optimizer.state_dict()),
             "compression": compression,
             "under_way": [
-                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.average.cpu()}
+                {"fragment": one.fragment, "due": one.due, "sent": own(one.sent), "average": own(one.average)}
                 for one in self._in_flight
             ],
         }

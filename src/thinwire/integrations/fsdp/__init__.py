@@ -100,6 +100,8 @@ class FSDPState(Handle):
                 gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
+            elif group.gathers_by_default:
+                gather = GatherComm(self._count_gather)
             scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
             group.install(scatter, gather)
 
@@ -168,6 +170,12 @@ class FSDPState(Handle):
         if input.dtype not in DTYPES:
             self._announce("weights of fp64, of several dtypes or of integers are not compressed")
         return gatherer.gather(output, input, group)
+
+    def _count_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
+        """Count weights that travel as they are, so that bytes can be compared between codecs of weights."""
+        plain_bytes = (group.size() - 1) * input.nbytes
+        self._sync.tally.sent(plain_bytes, plain_bytes)
+        return False
 
     def _announce(self, text: str) -> None:
         if text not in self._announced:

@@ -169,6 +169,11 @@ class ParameterGroup:
         """Whether parameters are in larger shards after a forward pass (reshard_after_forward=2)."""
         return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
 
+    @property
+    def gathers_by_default(self) -> bool:
+        """Whether torch's default gathers the weights."""
+        return type(self._group._all_gather_comm) is DefaultAllGather
+
     def check(self, *, gathers: bool) -> None:
         """Raise unless torch's default reduces the gradients and, with `gathers`, gathers the weights."""
         for present, kind in (
