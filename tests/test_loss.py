@@ -159,6 +159,11 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest
     )
     assert by["fp32"]["tokens"] == 3 * 2 * 2 * 64
     assert 8 < by["int8"]["bits"] < 9
+    train("lloyd2;lloyd2+letters*=int4;lloyd2+letters*=int4+first9=int8", "--seeds", "1")
+    plain, policy, first = (one["bits"] for one in runs.read(out)[-3:])
+    assert plain < policy < first  # of three steps none was in lloyd2 at last
+    assert 2 < plain < 3
+    assert 6 < first < 9
     assert train("weights:int4", "--seeds", "1")[-1] == ("weights:int4", 1)
     assert train("lloyd4", "--seeds", "1", "--optimizer", "diloco30")[-1] == ("lloyd4", 1)
     *_, rounded, averaged = runs.read(out)

@@ -4,6 +4,7 @@ Legend: W replicas, N numbers of a replica's gradients.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,14 +14,15 @@ from torch.optim import Optimizer
 
 from benchmarks import simulated
 from benchmarks.schemes import CONTROLS
-from thinwire.codecs import codec
+from thinwire import codecs
 from thinwire.collectives.lane import Key
 from thinwire.feedback import RowCopy
-from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.choice.options import CodecChoice, DDPOptions
 
 FP32 = "fp32"
 NULL = "null"
 NOISE = 1e-6  # of the null arm, relative
+FIRST = re.compile(r"first\d+")  # the first steps, in another codec
 WEIGHTS = "weights:"  # begins the names of arms whose weights travel compressed, and gradients do not
 POWERSGD_START = 10  # steps in fp32 before PowerSGD begins
 
@@ -115,7 +117,7 @@ class RoundedWeights:
 
     def __init__(self, network: nn.Module, name: str, world: int) -> None:
         spelled, _, replica = name.partition("@")
-        self._codec = codec(spelled)
+        self._codec = codecs.codec(spelled)
         self._world = world
         blocks = [list(block.parameters()) for block in network.blocks]  # type: ignore[union-attr]
         within = {id(p) for block in blocks for p in block}
@@ -171,12 +173,20 @@ PEERS = {
 def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> tuple[Arm, simulated.ReplicaAverager]:
     """The arm of that name, and what lays out gradients; any codec string of `compress_ddp` is a name.
 
-    A control ("int2", "sign") compresses every parameter, with no feedback and no units.
+    "lloyd2+first100=lloyd4" begins with 100 steps of lloyd4; "lloyd2+letters*=lloyd4" has lloyd4 for the parameters of
+    that name pattern. A control ("int2", "sign") compresses every parameter, with no feedback and no units.
     """
     control = name in CONTROLS
     named = name in PEERS or name.startswith(("powersgd", WEIGHTS))
+    spelled, *extras = name.split("+")
+    pairs = dict(extra.split("=", 1) for extra in extras)
+    begun = {int(key.removeprefix("first")): pairs.pop(key) for key in list(pairs) if FIRST.fullmatch(key)}
+    codec: CodecChoice = "none" if named else CONTROLS.get(spelled, spelled)
+    for steps, other in begun.items():
+        codec = {0: other, steps: spelled}
     options = DDPOptions(
-        "none" if named else CONTROLS.get(name, name),
+        codec,
+        policy=pairs or None,
         feedback="none" if control else "auto",
         exempt="none" if control else "auto",
         weigh="none" if control else "auto",
