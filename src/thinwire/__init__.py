@@ -32,11 +32,16 @@ if typing.TYPE_CHECKING:
         all_reduce_coalesced as all_reduce_coalesced,
         all_to_all as all_to_all,
         all_to_all_single as all_to_all_single,
+        batch_isend_irecv as batch_isend_irecv,
         broadcast as broadcast,
         explain as explain,
+        irecv as irecv,
+        isend as isend,
         measure as measure,
+        recv as recv,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
+        send as send,
     )
     from thinwire.errors import (
         BackendError as BackendError,
@@ -69,7 +74,8 @@ if typing.TYPE_CHECKING:
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
+    "all_to_all all_to_all_single batch_isend_irecv broadcast explain irecv isend measure recv reduce_scatter_single "
+    "reduce_scatter_tensor send",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",

@@ -50,6 +50,7 @@ class Channel:
         self.failures = Failures(links)
         self.handshake = Handshake(links, self.failures)
         self.calls = 0
+        self._messages = 0  # between two ranks
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
@@ -75,6 +76,12 @@ class Channel:
         with self.lock:
             self._steps += 1
             return self._steps - 1
+
+    def next_message(self) -> int:
+        """The number of a message between this rank and another; other ranks have other numbers."""
+        with self.lock:
+            self._messages += 1
+            return self._messages
 
     def compare(self, site: CallSite, lengths: Lengths | None) -> int:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
