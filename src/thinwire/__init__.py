@@ -5,6 +5,7 @@ To add one: a word in `_NAMES`, and the import that type checkers read.
 """
 
 import importlib
+import sys
 import typing
 
 from thinwire.version import __version__ as __version__
@@ -58,6 +59,7 @@ if typing.TYPE_CHECKING:
         WireError as WireError,
     )
     from thinwire.feedback import RowCopy as RowCopy, RowFeedback as RowFeedback
+    from thinwire.group import GroupOptions as GroupOptions
     from thinwire.integrations import (
         DDPHandle as DDPHandle,
         DDPState as DDPState,
@@ -79,6 +81,7 @@ _NAMES = {
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
+    "thinwire.group": "GroupOptions",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
     "thinwire.rehearsal": "rehearse report_loss",
@@ -98,7 +101,17 @@ if not typing.TYPE_CHECKING:  # which would let a checker take any name
         else:
             value = importlib.import_module(f"thinwire.{name}")
         globals()[name] = value
+        _register_backend()
         return value
+
+
+def _register_backend() -> None:
+    """Let torch.distributed know the backend "thinwire", where it has been imported."""
+    if "torch.distributed" in sys.modules:
+        importlib.import_module("thinwire.registration").register()
+
+
+_register_backend()
 
 
 def __dir__() -> list[str]:
