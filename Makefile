@@ -58,7 +58,7 @@ sanitize-gpu:
 # installed, with every torch of TORCHES and the Triton that comes with it (2.11: 3.6, the oldest that is supported).
 PYTHONS ?= 3.11 3.12 3.13 3.14
 TORCHES ?= 2.11.0 2.14.1 2.15.0
-MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py schedule.py functional.py hooks.py ddp_*.py fsdp*.py \
+MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py point_to_point.py group*.py schedule.py functional.py hooks.py ddp_*.py fsdp*.py \
   diloco.py faults.py exits.py triton_*.py accelerate.py lightning.py trainer.py ray.py)
 matrix: .venv/.installed
 	@grep -v '^torch==\|^triton==' constraints.txt > build/matrix-constraints.txt

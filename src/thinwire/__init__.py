@@ -5,6 +5,7 @@ To add one: a word in `_NAMES`, and the import that type checkers read.
 """
 
 import importlib
+import sys
 import typing
 
 from thinwire.version import __version__ as __version__
@@ -32,11 +33,16 @@ if typing.TYPE_CHECKING:
         all_reduce_coalesced as all_reduce_coalesced,
         all_to_all as all_to_all,
         all_to_all_single as all_to_all_single,
+        batch_isend_irecv as batch_isend_irecv,
         broadcast as broadcast,
         explain as explain,
+        irecv as irecv,
+        isend as isend,
         measure as measure,
+        recv as recv,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
+        send as send,
     )
     from thinwire.errors import (
         BackendError as BackendError,
@@ -53,6 +59,7 @@ if typing.TYPE_CHECKING:
         WireError as WireError,
     )
     from thinwire.feedback import RowCopy as RowCopy, RowFeedback as RowFeedback
+    from thinwire.group import GroupOptions as GroupOptions
     from thinwire.integrations import (
         DDPHandle as DDPHandle,
         DDPState as DDPState,
@@ -69,10 +76,12 @@ if typing.TYPE_CHECKING:
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
+    "all_to_all all_to_all_single batch_isend_irecv broadcast explain irecv isend measure recv reduce_scatter_single "
+    "reduce_scatter_tensor send",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
+    "thinwire.group": "GroupOptions",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
     "thinwire.rehearsal": "rehearse report_loss",
@@ -92,7 +101,17 @@ if not typing.TYPE_CHECKING:  # which would let a checker take any name
         else:
             value = importlib.import_module(f"thinwire.{name}")
         globals()[name] = value
+        _register_backend()
         return value
+
+
+def _register_backend() -> None:
+    """Let torch.distributed know the backend "thinwire", where it has been imported."""
+    if "torch.distributed" in sys.modules:
+        importlib.import_module("thinwire.registration").register()
+
+
+_register_backend()
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """torch.distributed's verbs with a codec: same signatures, same places, 1 to 8 bits on the wire.
 
 To add a verb: write what one chunk does in `operations.py`, how a call is planned in `plan.py`, its signature in the
-module of its kind (reduce, moves), its bytes in `cost.py`, and export it here and in thinwire.
+module of its kind (reduce, moves, point_to_point), its bytes in `cost.py`, and export it here and in thinwire.
 """
 
 from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
@@ -15,6 +15,7 @@ from thinwire.collectives.moves import (
     all_to_all_single,
     broadcast,
 )
+from thinwire.collectives.point_to_point import batch_isend_irecv, irecv, isend, recv, send
 from thinwire.collectives.reduce import (
     all_reduce,
     all_reduce_coalesced,
@@ -38,10 +39,15 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "auto_quantize",
+    "batch_isend_irecv",
     "broadcast",
     "explain",
+    "irecv",
+    "isend",
     "measure",
+    "recv",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "send",
     "traffic",
 ]

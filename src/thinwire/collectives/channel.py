@@ -50,6 +50,7 @@ class Channel:
         self.failures = Failures(links)
         self.handshake = Handshake(links, self.failures)
         self.calls = 0
+        self._messages = 0  # between two ranks
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
@@ -75,6 +76,12 @@ class Channel:
         with self.lock:
             self._steps += 1
             return self._steps - 1
+
+    def next_message(self) -> int:
+        """The number of a message between this rank and another; other ranks have other numbers."""
+        with self.lock:
+            self._messages += 1
+            return self._messages
 
     def compare(self, site: CallSite, lengths: Lengths | None) -> int:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
@@ -286,6 +293,7 @@ def _end_threads() -> None:
 def _forked() -> None:
     """A child has none of the threads, and may not send on its parent's connections."""
     _of_parent.update(dist.distributed_c10d._world.pg_map if dist.is_initialized() else ())
+    _of_parent.update(_groups)  # with those that torch's list does not have
     _threads.clear()
     _groups.clear()
 
@@ -296,7 +304,7 @@ os.register_at_fork(after_in_child=_forked)
 def channel_of(group: Group, device: torch.device) -> Channel:
     """The channel of a group for tensors on `device`, or of a mesh: nodes along dimension 0, their ranks along 1."""
     mesh = groups.mesh_of_nodes(group)
-    members = [groups.resolve(group)] if mesh is None else mesh.get_all_groups()
+    members = [groups.resolve(group)] if mesh is None else [groups.inner(one) for one in mesh.get_all_groups()]
     key = device, None if mesh is None else str(members[1].group_name)
     state = _groups.get(members[0])
     found = None if state is None else state.channels.get(key)
@@ -329,8 +337,15 @@ def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
     """The channel of a group that was used before."""
-    state = _groups.get(group)
+    state = _groups.get(groups.inner(group))
     return None if state is None else state.channels.get((device, None))
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """End the threads of a group that is about to be shut down."""
+    state = _groups.pop(group, None)
+    for channel in [] if state is None else list(state.channels.values()):
+        channel.close()
 
 
 def wait_in(group: dist.ProcessGroup, future: "torch.futures.Future[Tensor]", tensor: Tensor) -> None:

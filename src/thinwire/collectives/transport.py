@@ -37,7 +37,8 @@ Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it 
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
-_TAGS_FROM = 1 << 30  # below are the user's own tags
+_TAGS_FROM = 1 << 30  # below are the user's own tags, and from _PAIR_TAGS on those of messages between two ranks
+_PAIR_TAGS = 1 << 29
 _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # values of a mark in an operation's tags
 _MIX = 2654435761  # a prime: lengths that differ by less than _MARKS - 1 never have the same tags
@@ -51,8 +52,11 @@ _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watch
 class Waitable(Protocol):
     """Something under way."""
 
-    def wait(self) -> object:
+    def wait(self, *timeout: Any) -> object:
         """Return when it is done (on a stream: make the current stream wait)."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be done."""
 
 
 Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between its stages, what it waits for
@@ -79,19 +83,27 @@ def lost_in(error: BaseException) -> LostRankError | None:
 class Moving(list[Waitable]):
     """Messages under way, and the ranks at their other ends."""
 
-    def __init__(self, works: Iterable[Waitable], peers: Sequence[int]) -> None:
+    def __init__(self, works: Iterable[Waitable], peers: Sequence[int | None]) -> None:
         super().__init__(works)
-        self.peers = peers
+        self.peers = peers  # None: a message from any source
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for all; raises LostRankError."""
+        wait_for(self, *[timeout] if timeout else [])
+
+    def is_completed(self) -> bool:
+        """Whether all are known to be done; gloo knows it of a message that was waited for."""
+        return all(work.is_completed() for work in self)
 
 
-def wait_for(moving: Sequence[Waitable]) -> None:
-    """Wait for messages; raises LostRankError."""
+def wait_for(moving: Sequence[Waitable], *timeout: timedelta) -> None:
+    """Wait for messages, for each at most the `timeout`, if given; raises LostRankError."""
     at = 0
     began = 0.0
     try:
         for at, waitable in enumerate(moving):  # noqa: B007
             began = time.monotonic()
-            waitable.wait()
+            waitable.wait(*timeout)
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
@@ -157,6 +169,14 @@ class Transport:
         in it have to be kept apart; see `Tags.draw`.
         """
         raise NotImplementedError
+
+    def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
+        """Start messages that no third rank knows of: one, or the batch of a caller, under `pair_tag`s."""
+        return Moving(self.exchange(sends, receives, tag), [rank for rank, _ in (*receives, *sends)])
+
+    def message_from_any(self, part: Tensor, tag: int) -> Moving:
+        """Start receiving a message from whichever rank sends one with this tag."""
+        raise CollectiveError("NCCL cannot receive from any source: pass src or group_src")
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
@@ -240,10 +260,13 @@ class Arrival:
     works: Sequence[Waitable]
     then: Callable[[], object]
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         for work in self.works:
-            work.wait()
+            work.wait(*timeout)
         self.then()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 class PairTransport(Transport):
@@ -285,6 +308,14 @@ class PairTransport(Transport):
             raise LostRankError(rank, error) from None
         return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
+    def message_from_any(self, part: Tensor, tag: int) -> Moving:
+        if self.checked:
+            raise CollectiveError(
+                "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
+            )
+        self._count((), [(0, part)])
+        return Moving([self.group.recv_anysource([part], tag)], [None])
+
     def agree(self, values: Sequence[int]) -> list[int]:
         """In about log2(world) rounds of one message: in every round a rank's values reach twice as many ranks."""
         tag = self.draw_tags()
@@ -312,6 +343,11 @@ class PairTransport(Transport):
                     self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
+def pair_tag(text: str) -> int:
+    """The tag of a message between two ranks, made of all that both ends have to agree on."""
+    return _PAIR_TAGS + zlib.crc32(text.encode()) % _PAIR_TAGS
+
+
 def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
     """The tags of messages to send and to receive; they depend on the lengths."""
     if not lengths:
@@ -334,6 +370,9 @@ class StagedTransport(PairTransport):
         for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
             works[at] = Arrival((works[at],), functools.partial(part.copy_, host))
         return works
+
+    def message_from_any(self, part: Tensor, tag: int) -> Moving:
+        raise CollectiveError("gloo receives from any source on the CPU only: pass src or group_src")
 
 
 def hops(world: int) -> list[int]:
@@ -392,10 +431,23 @@ class StreamTransport(Transport):
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
         self._count(sends, receives)
-        group = self.group
-        ops = [dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sends]
-        ops += [dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part in receives]
-        return list(dist.batch_isend_irecv(ops)) if ops else []
+        if not sends and not receives:
+            return []
+        group: Any = self.group
+        group._start_coalescing(self.device)
+        self._start(sends, receives)
+        return [group._end_coalescing(self.device)]
+
+    def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
+        """One alone goes as torch's own does: it waits for its pair of ranks only, whatever else is under way."""
+        if len(sends) + len(receives) > 1:
+            return Moving(self.exchange(sends, receives, tag), [None])
+        self._count(sends, receives)
+        return Moving(self._start(sends, receives), [rank for rank, _ in (*receives, *sends)])
+
+    def _start(self, sends: Messages, receives: Messages) -> list[Waitable]:
+        works = [self.group.recv([part], rank, 0) for rank, part in receives]
+        return [*works, *(self.group.send([part], rank, 0) for rank, part in sends)]
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
         """NCCL's own all-gather, if all rows have one length and lie side by side."""
@@ -472,8 +524,6 @@ _GATHER.asyncOp = False
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
     name = backend(group, device)
     if name == "nccl":
-        # NCCL connects in a group's first call, which all ranks have to make.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamTransport(group, tags, device)
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport

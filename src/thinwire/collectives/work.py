@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.failures import CallSite, Failures
-from thinwire.collectives.transport import LostRankError
-from thinwire.errors import CollectiveError
+from thinwire.collectives.transport import LostRankError, Moving
+from thinwire.errors import CollectiveError, WireError
 
 Futures = torch.futures.Future
 serving = threading.local()  # .line: the line that this thread serves
@@ -182,8 +183,8 @@ def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timed
         waited = time.monotonic() - began
         if timeout and waited >= timeout.total_seconds() and not work.is_completed():
             raise TimeoutError(f"the collective did not end within {timeout}") from None
-        lost = LostRankError(None, error, waited)
-    raise failures.ended(lost, site)
+        lost = error if isinstance(error, LostRankError) else LostRankError(None, error, waited)
+    raise failures.ended(lost.with_traceback(None), site)
 
 
 class TorchWork(Work):
@@ -230,11 +231,16 @@ class TorchWork(Work):
     def get_future(self) -> Futures[list[Tensor]]:
         try:
             arrived = self._work.get_future()
-        except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
-            arrived = Futures()
-            threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
+        except RuntimeError:  # gloo's reduce_scatter has none
+            return self._waiting()
         found: Futures[list[Tensor]] = arrived.then(self._arrived)
         return found
+
+    def _waiting(self) -> Futures[list[Tensor]]:
+        """A future for which a thread of its own waits."""
+        arrived: Futures[Any] = Futures()
+        threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
+        return arrived.then(self._arrived)
 
     def _tell(self, future: Futures[None]) -> None:
         try:
@@ -262,3 +268,54 @@ class TorchWork(Work):
                     self._finish()
                 self._finish = None
             self._waited = True
+
+
+class MessageWork(TorchWork):
+    """Messages between this rank and others. `finish` decodes those that came.
+
+    On a GPU, on the stream that first waits: a stream of ours would hold up a message behind an earlier one that comes
+    later.
+    """
+
+    def __init__(
+        self, moving: Moving, outputs: list[Tensor], finish: Callable[[], None], failures: Failures, site: CallSite
+    ) -> None:
+        self._decoded: torch.cuda.Event | None = None
+        self._place = outputs[0].device
+        super().__init__(moving, outputs, functools.partial(self._decode, finish), failures, site)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            super().wait(timeout)
+        except WireError as error:  # damaged on its way
+            raise self._failures.ended(error, self._site) from None
+        if self._decoded is not None:
+            self._decoded.wait(torch.cuda.current_stream(self._place))
+        return True
+
+    def is_completed(self) -> bool:
+        return super().is_completed() and (self._decoded is None or bool(self._decoded.query()))
+
+    def get_future(self) -> Futures[list[Tensor]]:
+        if self._place.type != "cuda":
+            return self._waiting()  # gloo's messages have no futures
+        future: Futures[list[Tensor]] = Futures(devices=[self._place])
+        with torch.cuda.stream(torch.cuda.Stream(self._place)):  # the caller's does not wait
+            self.wait()
+            future.set_result(self._outputs)
+        return future
+
+    def source_rank(self) -> int:
+        """The rank, in the group, that a message came from."""
+        moving = self._work
+        self.wait()
+        found: int = moving[0]._source_rank() if moving.peers[0] is None else moving.peers[0]
+        return found
+
+    _source_rank = source_rank  # torch's name for it
+
+    def _decode(self, finish: Callable[[], None]) -> None:
+        finish()
+        if self._place.type == "cuda":
+            self._decoded = torch.cuda.Event()
+            self._decoded.record(torch.cuda.current_stream(self._place))

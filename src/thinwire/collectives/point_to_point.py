@@ -1,0 +1,238 @@
+"""Messages between two ranks: send, recv, isend, irecv, batch_isend_irecv.
+
+[Note: Between two] No third rank knows of such a message. So nothing is compared before it, and it stays out of the
+group's line, where it could hold up a sum that its sender waits for. Both ends compute the wire's length from the
+tensor's length and dtype and the codec. On gloo these, the step and the caller's own tag make the message's tag: ends
+that disagree never read each other's bytes, and the one that receives raises at the group's timeout. NCCL has no tags:
+there both ends have to call alike, as with torch's own verbs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives import checks, groups
+from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.lane import Key
+from thinwire.collectives.pipeline import broken
+from thinwire.collectives.transport import LostRankError, Moving, pair_tag
+from thinwire.collectives.work import MessageWork, Work
+from thinwire.errors import CollectiveError
+
+
+class Letter(NamedTuple):
+    """One message as its caller describes it. Without a codec the numbers travel as they are, under that tag."""
+
+    sent: bool  # else received
+    tensor: Tensor
+    peer: int | None  # in the group; None: any source
+    tag: int = 0
+    codec: str | Codec | None = "int8"
+    step: int = 0
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: groups.Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    codec: str | Codec = "int8",
+    step: int | None = None,
+) -> Work:
+    """Start sending `tensor` in `codec` to a rank that calls thinwire.irecv or recv with the same codec, tag and step.
+
+    `dst` is the receiver's rank in the world, `group_dst` its rank in the group. `tensor` may be changed at once. Keep
+    the work until it was waited for. `step` varies rotation and stochastic rounding; None is 0.
+    """
+    return _one("isend", tensor, dst, group_dst, group, tag, codec, step)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: groups.Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    codec: str | Codec = "int8",
+    step: int | None = None,
+) -> Work:
+    """Start receiving `tensor` from a rank that calls thinwire.isend or send. Without a source: from any, on gloo.
+
+    The tensor may be read once the work was waited for; `source_rank()` of the work is the sender's rank in the group.
+    """
+    return _one("irecv", tensor, src, group_src, group, tag, codec, step)
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: groups.Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    codec: str | Codec = "int8",
+    step: int | None = None,
+) -> None:
+    """Send `tensor` in `codec`; the same as `isend`, waited for."""
+    isend(tensor, dst, group, tag, group_dst, codec=codec, step=step).wait()
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: groups.Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    codec: str | Codec = "int8",
+    step: int | None = None,
+) -> int:
+    """Receive `tensor`; the same as `irecv`, waited for. Returns the sender's rank in the world."""
+    work = irecv(tensor, src, group, tag, group_src, codec=codec, step=step)
+    assert isinstance(work, MessageWork)
+    return dist.get_global_rank(groups.resolve(group), work.source_rank())
+
+
+def batch_isend_irecv(
+    p2p_op_list: Sequence[dist.P2POp], *, codec: str | Codec = "int8", step: int | None = None
+) -> list[Work]:
+    """Start the messages of a list of torch.distributed.P2POp, all of one group, in `codec`.
+
+    No message waits for another of the batch. On gloo there is a work per message, on NCCL one for all.
+    """
+    ops = list(p2p_op_list)
+    if not ops or not all(isinstance(op, dist.P2POp) for op in ops):
+        raise CollectiveError(f"batch_isend_irecv: expected torch.distributed.P2POp, at least one, got {p2p_op_list!r}")
+    if any(op.group != ops[0].group for op in ops):
+        raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
+    number = 0 if step is None else checks.check_step(step)
+    letters = [Letter(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
+    return start(letters, ops[0].group)
+
+
+def _one(
+    verb: str,
+    tensor: Tensor,
+    peer: int | None,
+    group_peer: int | None,
+    group: groups.Group,
+    tag: int,
+    codec: str | Codec,
+    step: int | None,
+) -> Work:
+    members = groups.resolve(group)
+    if peer is not None and group_peer is not None:
+        raise CollectiveError(f"{verb}: expected one rank, got {peer} in the world and {group_peer} in the group")
+    if peer is not None:
+        group_peer = dist.get_group_rank(members, peer)
+    if group_peer is None and verb == "isend":
+        raise CollectiveError("isend: expected dst or group_dst, got neither")
+    number = 0 if step is None else checks.check_step(step)
+    return start([Letter(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
+
+
+def start(letters: Sequence[Letter], group: groups.Group) -> list[Work]:
+    """Start messages of one group that wait for none of each other: a work for each, on NCCL one for all."""
+    members = groups.resolve(group)
+    for letter in letters:
+        if letter.peer is not None and (not 0 <= letter.peer < members.size() or letter.peer == members.rank()):
+            verb = "isend" if letter.sent else "irecv"
+            raise CollectiveError(
+                f"{verb}: expected another rank of the group's {members.size()}, got {letter.peer}, and this is rank "
+                f"{members.rank()}"
+            )
+        if not isinstance(letter.tag, int) or not 0 <= letter.tag < 1 << 29:
+            raise CollectiveError(f"a message's tag must be 0..2**29 - 1, got {letter.tag!r}")
+    channel = channel_of(members, letters[0].tensor.device)
+    if channel.failure is not None:
+        raise broken(channel.failure)
+    posts = [_Post(channel, letter) for letter in letters]
+    if channel.transport.on_stream:
+        return [_start_batch(channel, posts)]
+    return [_start_one(channel, post) for post in posts]
+
+
+class _Post:
+    """A letter on its way: what travels, under which tag, and what is left to do when it has come."""
+
+    def __init__(self, channel: Channel, letter: Letter) -> None:
+        self.letter = letter
+        verb = "send" if letter.sent else "recv"
+        (part,) = checks.check_tensors((letter.tensor,), verb, outputs=int(not letter.sent))
+        self.part = part.detach()
+        self._whole = self.part.contiguous()
+        self._link = channel.transport
+        self.moving: Moving | None = None
+        if letter.codec is None:
+            self.wire, self.tag, self.coder = self._whole, letter.tag, None
+            kind = "as it is"
+        else:
+            self.coder = checks.codec_for(letter.codec, (part.numel(),))
+            nbytes = self.coder.wire_bytes(part.numel(), part.dtype)
+            self.wire = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
+            kind = f"codec={self.coder}"
+            self.tag = pair_tag(f"{letter.tag} {letter.step} {part.numel()} {part.dtype} {kind}")
+        dtype = str(part.dtype).removeprefix("torch.")
+        toward = "to" if letter.sent else "from"
+        end = f"{toward} {'any rank' if letter.peer is None else self._link.named(letter.peer)}"
+        self.text = f"{verb}(numel={part.numel()}, {dtype}, {kind}, {end})"
+        if letter.sent and self.coder is not None:
+            with torch.inference_mode():
+                self.coder.encode(self._whole.view(-1), self.wire, step=Key(letter.step, 0).of(self._link.rank))
+
+    def finish(self) -> None:
+        """Decode what has come. The wire of a message that is sent is referenced until then."""
+        if self.letter.sent:
+            return
+        if self.coder is not None:
+            source = self.letter.peer
+            if source is None:
+                assert self.moving is not None
+                source = self.moving[0]._source_rank()  # type: ignore[attr-defined]
+            self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.letter.step, 0).of(source))
+        if self._whole.data_ptr() != self.part.data_ptr():
+            self.part.copy_(self._whole)
+
+
+def _start_one(channel: Channel, post: _Post) -> Work:
+    link = channel.transport
+    peer = post.letter.peer
+    message = [] if peer is None else [(peer, post.wire)]
+    send, receive = (message, []) if post.letter.sent else ([], message)
+    start_it: Callable[[], Moving] = functools.partial(link.message, send, receive, post.tag)
+    if peer is None:
+        start_it = functools.partial(link.message_from_any, post.wire, post.tag)
+    site = CallSite(channel.next_message(), post.text)
+    try:
+        post.moving = start_it()
+    except LostRankError as error:
+        lost = error.with_traceback(None)
+    else:
+        return MessageWork(post.moving, [post.letter.tensor], post.finish, channel.failures, site)
+    raise channel.failures.ended(lost, site)
+
+
+def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
+    """All messages as one group of NCCL's."""
+    if any(post.letter.peer is None for post in posts):
+        return _start_one(channel, posts[0])  # which refuses it
+    sends, receives = (
+        [(post.letter.peer or 0, post.wire) for post in posts if post.letter.sent == sent] for sent in (True, False)
+    )
+    moving = channel.transport.message(sends, receives, 0)
+
+    def finish() -> None:
+        for post in posts:
+            post.finish()
+
+    site = CallSite(channel.next_message(), " and ".join(post.text for post in posts))
+    return MessageWork(moving, [post.letter.tensor for post in posts], finish, channel.failures, site)

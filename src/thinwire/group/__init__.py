@@ -1,0 +1,334 @@
+"""A process group that compresses by itself: init_process_group("cpu:thinwire"), "cuda:thinwire" or both.
+
+[Note: Inner group] Inside is a plain group of gloo and NCCL that nobody else uses. Calls for which there is a rule go
+to thinwire's verbs on it, all others to torch's own; what this class does not define (barriers, gather, scatter,
+reduce) torch runs on the same backends. thinwire's verbs, compress_ddp and compress_fsdp take the inner group of such a
+group (`groups.resolve`), so nothing is compressed twice. There is no error feedback: a call does not say whose numbers
+it has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives import (
+    Work,
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    reduce_scatter_tensor,
+)
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of, close
+from thinwire.collectives.groups import backend
+from thinwire.collectives.hierarchical import fewest_roundings
+from thinwire.collectives.point_to_point import Letter, start
+from thinwire.errors import CollectiveError
+from thinwire.group import torch_internals
+from thinwire.group.rules import GroupRules, environment_rules
+
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_COMPRESSED: Any = {"algorithm": "compressed"}
+
+
+class GroupOptions(torch_internals.Options):
+    """pg_options of init_process_group, new_group and init_device_mesh: the rules of one group.
+
+    `rules` reads "all_reduce=int8@16384; send[bfloat16]=int8": an operation (all_reduce, reduce_scatter, all_gather,
+    all_to_all, broadcast, send), perhaps a dtype, a codec, perhaps the fewest elements. The first that fits decides,
+    and what fits none travels as torch sends it. None: those of the default group, of THINWIRE_RULES, or the defaults.
+    """
+
+    def __init__(self, rules: str | None = None) -> None:
+        super().__init__("thinwire")
+        self.rules = None if rules is None else GroupRules(rules)
+
+
+class Together(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        dist.Work.__init__(self)
+        self._works = [work for work in works if work is not None]
+
+    def wait(self, *timeout: Any) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
+
+
+_DONE = Work([]).finished()  # of a blocking call, which torch waits for once more
+
+
+class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
+    """A group whose calls travel in the codecs of its rules. See [Note: Inner group]."""
+
+    def __init__(self, inner: dist.ProcessGroup, rules: GroupRules, world_ranks: list[int]) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.rules = rules
+        self._alone = inner.size() == 1
+        self._sum: Any = fewest_roundings(inner.size())
+        self._window: _Window | None = None
+        torch_internals.adopt(self, inner)
+        torch_internals.enter_ranks(inner, world_ranks)
+        try:  # before any data moves
+            Call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
+        except BaseException:
+            torch_internals.leave_ranks(inner)
+            raise
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "thinwire"
+
+    def get_group_store(self) -> Any:
+        return self.inner.get_group_store()
+
+    # --- sums ---
+
+    def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        codec = self._codec("all_reduce", tensors) if _sums(opts) and not more and not named else None
+        if codec is None:
+            return self._plain(self.inner.allreduce, tensors, opts, *more, **named)
+        how: Any = {"codec": codec, "algorithm": self._summing(codec)}
+        return self._started(all_reduce(tensors[0], _op(opts), self.inner, _is_async(opts), **how))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        codec = self._codec("all_reduce", tensors, several=True) if _sums(opts) else None
+        if codec is None:
+            return self._plain(self.inner.allreduce_coalesced, tensors, opts)
+        how: Any = {"codec": codec, "algorithm": self._summing(codec)}
+        return self._started(all_reduce_coalesced(tensors, _op(opts), self.inner, _is_async(opts), **how))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        codec = self._codec("reduce_scatter", [input]) if _sums(opts) else None
+        if codec is None:
+            return self._plain(_bound(self.inner, "reduce_scatter_single"), output, input, opts)
+        return self._started(
+            reduce_scatter_tensor(output, input, _op(opts), self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
+        )
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if _sums(opts) and all(self._codec("reduce_scatter", [input]) for input in inputs):
+            return self._each(self.reduce_scatter_single, outputs, inputs, opts)
+        return self._plain(_bound(self.inner, "reduce_scatter_single_coalesced"), outputs, inputs, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
+        parts = inputs[0] if len(outputs) == 1 and isinstance(inputs[0], list) and not named else []
+        even = {part.numel() for part in parts} == {outputs[0].numel()} if parts else False
+        codec = self._codec("reduce_scatter", parts, several=True) if even and _sums(opts) else None
+        if codec is None:
+            return self._plain(self.inner.reduce_scatter, outputs, inputs, opts, **named)
+        whole = torch.cat([part.reshape(-1) for part in parts])
+        return self.reduce_scatter_single(outputs[0], whole, opts)
+
+    # --- moves ---
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        codec = self._codec("all_gather", [output])
+        if codec is None:
+            return self._plain(_bound(self.inner, "all_gather_single"), output, input, opts)
+        return self._started(
+            all_gather_into_tensor(output, input, self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
+        )
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if all(self._codec("all_gather", [output]) for output in outputs):
+            return self._each(self.all_gather_single, outputs, inputs, opts)
+        return self._plain(_bound(self.inner, "all_gather_single_coalesced"), outputs, inputs, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
+        known = len(inputs) == 1 and isinstance(outputs[0], list) and not named
+        codec = self._codec("all_gather", outputs[0], several=True) if known else None
+        if codec is None:
+            return self._plain(self.inner.allgather, outputs, inputs, opts, **named)
+        return self._started(all_gather(outputs[0], inputs[0], self.inner, _is_async(opts), codec=codec, **_COMPRESSED))
+
+    def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        source = getattr(opts, "rootRank", None)
+        codec = self._codec("broadcast", tensors) if source is not None and not more and not named else None
+        if codec is None:
+            return self._plain(self.inner.broadcast, tensors, opts, *more, **named)
+        how: Any = {"group_src": source, "codec": codec, **_COMPRESSED}
+        return self._started(broadcast(tensors[0], None, self.inner, _is_async(opts), **how))
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, out: Any, sent: Any, opts: Any = None) -> Any:
+        uneven = bool(out) or bool(sent)
+        codec = self._codec("all_to_all", [input], sized=not uneven)
+        if codec is None:
+            return self._plain(_bound(self.inner, "all_to_all_single"), output, input, out, sent, opts)
+        sizes = (list(out) or None, list(sent) or None)
+        return self._started(
+            all_to_all_single(output, input, *sizes, self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
+        )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        codec = self._codec("all_to_all", inputs, several=True, sized=False)
+        if codec is None:
+            return self._plain(self.inner.alltoall, outputs, inputs, opts)
+        return self._started(all_to_all(outputs, inputs, self.inner, _is_async(opts), codec=codec, **_COMPRESSED))
+
+    # --- messages between two ranks ---
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        return self._message(Letter(True, tensors[0], dst, tag, self._codec("send", tensors)), tensors)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        return self._message(Letter(False, tensors[0], src, tag, self._codec("send", tensors)), tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._message(Letter(False, tensors[0], None, tag, self._codec("send", tensors)), tensors)
+
+    def _message(self, letter: Letter, tensors: Any) -> Any:
+        if self._window is not None and self._window.gathers:
+            self._window.letters.append(letter)
+            return None
+        if letter.codec is not None:
+            return self._noted(start([letter], self.inner)[0])
+        if letter.peer is None:
+            return self._plain(self.inner.recv_anysource, tensors, letter.tag)
+        return self._plain(self.inner.send if letter.sent else self.inner.recv, tensors, letter.peer, letter.tag)
+
+    # --- coalescing: calls start at once; NCCL's messages between two ranks wait for the end, and then go as one ---
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._window is not None:
+            raise CollectiveError("this group is coalescing calls already: end that before another begins")
+        self._window = _Window(backend(self.inner, device) == "nccl")
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            raise CollectiveError("this group is not coalescing calls: begin with _start_coalescing")
+        return Together([*window.works, *(start(window.letters, self.inner) if window.letters else [])])
+
+    # --- the group itself ---
+
+    def split_group(
+        self, ranks: list[int], timeout: Any = None, opts: Any = None, group_name: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        own = isinstance(opts, GroupOptions)
+        inner: Any = self.inner
+        plain = inner.split_group(ranks, timeout, None if own else opts, group_name, *more, **named)
+        if plain is None:
+            return None
+        rules = (opts.rules if own else None) or self.rules
+        world_ranks = dist.get_process_group_ranks(self.inner)
+        return ThinwireGroup(plain, rules, [world_ranks[rank] for rank in ranks])
+
+    def shutdown(self) -> None:
+        self._leave()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self._leave()
+        self.inner.abort()
+
+    def _leave(self) -> None:
+        close(self.inner)
+        torch_internals.leave_ranks(self.inner)
+
+    # --- what the calls share ---
+
+    def _codec(self, operation: str, tensors: Any, *, several: bool = False, sized: bool = True) -> Codec | None:
+        """The codec of a call on these tensors; None leaves it to torch. `sized`: all ranks know how many elements."""
+        if self._alone or not isinstance(tensors, list) or not tensors or (len(tensors) > 1 and not several):
+            return None
+        first = tensors[0]
+        numel = first.numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
+        codec: Codec | None = self.rules.find(operation, first.dtype, numel if sized else None)
+        if codec is None:
+            return None
+        alike = (t.layout == torch.strided and t.dtype == first.dtype and t.device == first.device for t in tensors)
+        return codec if all(alike) else None
+
+    def _summing(self, codec: Codec) -> Any:
+        return self._sum if codec.recodes else "one_shot"
+
+    def _plain(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """torch's own call, of which options that were not given are left out."""
+        return self._noted(call(*args[: -1 if args[-1] is None else None], **named))
+
+    def _started(self, work: Any) -> Any:
+        return self._noted(_DONE if work is None else work)
+
+    def _noted(self, work: Any) -> Any:
+        if self._window is not None:
+            self._window.works.append(work)
+        return work
+
+    def _each(self, call: Callable[..., Any], outputs: Any, inputs: Any, opts: Any) -> Any:
+        return Together([call(output, input, opts) for output, input in zip(outputs, inputs, strict=True)])
+
+
+for _new, _old in torch_internals.OLDER.items():
+    setattr(ThinwireGroup, _old, getattr(ThinwireGroup, _new))
+
+
+class _Window:
+    """Calls that are being coalesced."""
+
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers  # messages between two ranks
+        self.works: list[Any] = []
+        self.letters: list[Letter] = []
+
+
+def create(options: Any, backend_options: Any) -> ThinwireGroup:
+    """What torch calls for the backend "thinwire"."""
+    if backend_options is not None and not isinstance(backend_options, GroupOptions):
+        raise CollectiveError(
+            f"pg_options of a thinwire group must be thinwire.GroupOptions, got {type(backend_options).__name__}"
+        )
+    world = dist.group.WORLD
+    rules = None if backend_options is None else backend_options.rules
+    if rules is None:
+        rules = world.rules if isinstance(world, ThinwireGroup) else environment_rules()
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return ThinwireGroup(torch_internals.plain_group(options), rules, ranks)
+
+
+def _sums(opts: Any) -> bool:
+    """Whether the options of a call ask for a sum, or are not given."""
+    op = getattr(opts, "reduceOp", None)
+    return opts is None or getattr(op, "op", op) in _SUMS
+
+
+def _op(opts: Any) -> Any:
+    """The op of a sum: the name alone, which known calls are found by, unless it has a factor."""
+    if opts is None:
+        return dist.ReduceOp.SUM
+    return opts.reduceOp if opts.reduceOp == dist.ReduceOp.PREMUL_SUM else opts.reduceOp.op
+
+
+def _is_async(opts: Any) -> bool:
+    return opts is None or bool(opts.asyncOp)
+
+
+def _bound(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
+    return lambda *args: torch_internals.method(name)(group, *args)

@@ -1,0 +1,77 @@
+"""Which calls of a group travel in which codec: rules, as strings and as what they say."""
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs import Codec, Identity, codec as parse_codec
+from thinwire.errors import CodecError, CollectiveError
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Sums alone: a group cannot tell FSDP's gather of weights from that of a checkpoint. docs/howto/group.md has the sizes.
+DEFAULT_RULES = "all_reduce=int8@16384; reduce_scatter=int8@16384"
+VARIABLE = "THINWIRE_RULES"
+_FORM = re.compile(r"(\w+)(?:\[(\w+)\])?\s*=\s*(.+?)(?:@(\d+))?")
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Calls of an operation travel in a codec, from so many elements on."""
+
+    operation: str  # one of OPERATIONS; send is of both ends of a message
+    codec: Codec
+    least: int = 1  # elements of the largest tensor of a call; smaller calls travel as they are
+    dtype: torch.dtype | None = None  # None: all of DTYPES
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise CollectiveError(f"a rule's operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
+        if self.operation != "all_reduce" and not self.codec.recodes:
+            raise CodecError(f"codec {self.codec} serves sums only: {self.operation} needs another one, such as int8")
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype is None else f"[{str(self.dtype).removeprefix('torch.')}]"
+        return f"{self.operation}{dtype}={self.codec}@{self.least}"
+
+
+class GroupRules:
+    """GroupRules in order: the first that fits decides. A codec of `none`, or no rule, leaves a call to torch."""
+
+    def __init__(self, text: str) -> None:
+        self._rules = tuple(_rule(part.strip()) for part in text.split(";") if part.strip())
+        self.find = functools.lru_cache(maxsize=1024)(self._find)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self._rules)) or "none"
+
+    def _find(self, operation: str, dtype: torch.dtype, numel: int | None) -> Codec | None:
+        """The codec of a call; `numel` is None where ranks do not know each other's, and then every rule fits."""
+        if dtype not in DTYPES.values():
+            return None
+        for rule in self._rules:
+            if rule.operation == operation and rule.dtype in (None, dtype) and (numel is None or numel >= rule.least):
+                codec = rule.codec if numel is None else rule.codec.pick(shape=(numel,))
+                return None if isinstance(codec, Identity) else codec
+        return None
+
+
+def _rule(text: str) -> GroupRule:
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise CollectiveError(
+            f"a rule must read operation=codec@elements, such as all_reduce=int8@16384, or operation[dtype]=codec for "
+            f"one dtype; got {text!r}"
+        )
+    operation, dtype, codec, least = found.groups()
+    if dtype is not None and dtype not in DTYPES:
+        raise CollectiveError(f"a rule's dtype must be one of {', '.join(DTYPES)}, got {dtype!r} in {text!r}")
+    return GroupRule(operation, parse_codec(codec), int(least or 1), None if dtype is None else DTYPES[dtype])
+
+
+def environment_rules() -> GroupRules:
+    """Those of THINWIRE_RULES, or the defaults."""
+    return GroupRules(os.environ.get(VARIABLE, DEFAULT_RULES))

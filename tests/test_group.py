@@ -1,0 +1,433 @@
+"""The backend "thinwire": which calls travel in which codec, with which numbers, and what ends or refuses a group."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from cases import digest, seeded
+from ranks import RankPool
+from thinwire.collectives import groups, traffic
+from thinwire.errors import CodecError, CollectiveError, DisagreementError, PeerError
+from thinwire.group import ThinwireGroup
+from thinwire.group.rules import DEFAULT_RULES, OPERATIONS, GroupRules
+
+Group = dist.ProcessGroup
+ALL = "; ".join(f"{operation}=int8" for operation in OPERATIONS)
+EXACT = (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MANY = 20_000  # elements, above the least size of the default rules
+
+
+def made(rules: str | None = None, **how: Any) -> Any:
+    return dist.new_group(backend="cpu:thinwire", pg_options=thinwire.GroupOptions(rules), **how)
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    found = torch.randn(numel, generator=seeded(rank, numel)) * 10
+    return found > 0 if dtype == torch.bool else found.abs().to(dtype) if dtype == torch.uint8 else found.to(dtype)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    rules = GroupRules("all_reduce[bfloat16]=none; all_reduce=int4:block=64@1000 ; all_reduce = lloyd4@10;send=bf16")
+    assert str(rules.find("all_reduce", torch.float32, 1000)) == "int4:block=64"
+    assert str(rules.find("all_reduce", torch.float32, 999)) == "lloyd4"
+    assert rules.find("all_reduce", torch.float32, 9) is None
+    assert rules.find("all_reduce", torch.bfloat16, 5000) is None
+    assert str(rules.find("send", torch.float16, 1)) == "bf16"
+    assert rules.find("all_gather", torch.float32, 10**6) is None
+    assert str(GroupRules(str(rules))) == str(rules)
+    for dtype in EXACT:
+        assert GroupRules(ALL).find("all_reduce", dtype, 10**6) is None
+
+
+def test_the_default_rules_compress_sums_alone() -> None:
+    rules = GroupRules(DEFAULT_RULES)
+    found = {operation for operation in OPERATIONS if rules.find(operation, torch.float32, 10**9)}
+    assert found == {"all_reduce", "reduce_scatter"}
+    assert rules.find("all_reduce", torch.float32, 16383) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("all_reduce", r"must read operation=codec@elements.*got 'all_reduce'"),
+        ("reduce=int8", "operation must be one of all_reduce, reduce_scatter"),
+        ("all_reduce[int64]=int8", "dtype must be one of float32, bfloat16, float16, got 'int64'"),
+        ("all_reduce=int9", "int9"),
+        ("all_reduce=int8@many", "many"),
+        ("broadcast=topk", "serves sums only"),
+    ],
+)
+def test_wrong_rules_are_refused(text: str, said: str) -> None:
+    with pytest.raises((CollectiveError, CodecError), match=said):
+        thinwire.GroupOptions(text)
+
+
+def inherits(group: Group) -> list[str]:
+    """The rules of groups made in several ways."""
+    os.environ["THINWIRE_RULES"] = "all_reduce=int4"
+    try:
+        by_environment: Any = dist.new_group(backend="cpu:thinwire")
+        both: Any = dist.new_group(backend="cpu:thinwire,cuda:thinwire", pg_options=thinwire.GroupOptions("send=int8"))
+    finally:
+        del os.environ["THINWIRE_RULES"]
+    default: Any = dist.new_group(backend="thinwire")
+    names, override = ("a", "b"), {"b": ("cpu:thinwire", thinwire.GroupOptions(ALL))}
+    shape = (1, group.size())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
+    of_mesh: Any = mesh.get_group("b")
+    assert not isinstance(mesh.get_group("a"), ThinwireGroup)
+    assert type(both.inner) is dist.ProcessGroup
+    return [str(one.rules) for one in (by_environment, both, default, of_mesh)]
+
+
+def disagrees(group: Group) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        made("all_reduce=int8" if group.rank() else "all_reduce=int4")
+    with pytest.raises(CollectiveError, match=r"must be thinwire.GroupOptions, got Options"):
+        dist.new_group(backend="cpu:thinwire", pg_options=type(thinwire.GroupOptions()).__base__("gloo"))
+    return str(caught.value)
+
+
+def test_rules_come_from_options_environment_or_defaults_and_are_compared(ranks: RankPool) -> None:
+    everything = str(GroupRules(ALL))
+    for found in ranks(2).run(inherits):
+        assert found == ["all_reduce=int4@1", "send=int8@1", str(GroupRules(DEFAULT_RULES)), everything]
+    first, second = ranks(3).run(disagrees)[:2]
+    assert first == second
+    assert "rank 0 called a group with the rules all_reduce=int4@1; ranks 1, 2 called" in first
+
+
+# --- every operation and dtype ----------------------------------------------------------------------------------------
+
+
+def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -> dict[str, Any]:
+    """What every operation makes of numbers of a dtype."""
+    rank, world = group.rank(), group.size()
+    x = numbers(rank, numel, dtype)
+    out: dict[str, Any] = {}
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        out[f"all_reduce {op}"] = x.clone()
+        dist.all_reduce(out[f"all_reduce {op}"], op, group)
+    out["all_gather_single"] = x.new_zeros(world * numel)
+    groups.all_gather_single(out["all_gather_single"], x, group)
+    out["all_gather"] = [torch.zeros_like(x) for _ in range(world)]
+    work = dist.all_gather(out["all_gather"], x, group, async_op=True)
+    work.wait()
+    wide = numbers(rank, world * numel, dtype)
+    out["reduce_scatter"] = torch.zeros_like(x)
+    groups.reduce_scatter_single(out["reduce_scatter"], wide.clone(), group=group)
+    out["reduce_scatter list"] = torch.zeros_like(x)
+    dist.reduce_scatter(out["reduce_scatter list"], list(wide.clone().view(world, -1)), group=group)
+    out["all_to_all"] = torch.zeros_like(wide)
+    dist.all_to_all_single(out["all_to_all"], wide, group=group)
+    sent = [numel + to for to in range(world)]
+    mine = [numel + rank] * world
+    uneven = numbers(rank, sum(sent), dtype)
+    out["all_to_all uneven"] = x.new_zeros(sum(mine))
+    dist.all_to_all_single(out["all_to_all uneven"], uneven, mine, sent, group=group)
+    out["broadcast"] = x.clone()
+    dist.broadcast(out["broadcast"], group=group, group_src=world - 1)
+    out["reduce"] = x.clone()
+    dist.reduce(out["reduce"], group=group, group_dst=0)
+    out["reduce"] = out["reduce"] if rank == 0 else None
+    if world > 1:
+        out["recv"] = torch.zeros_like(x)
+        work = dist.isend(x, group=group, group_dst=(rank + 1) % world)
+        dist.recv(out["recv"], group=group, group_src=(rank - 1) % world)
+        work.wait()
+        ops = [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=1),
+            dist.P2POp(dist.irecv, torch.zeros_like(x), group=group, group_peer=(rank - 1) % world, tag=1),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        out["batch"] = ops[1].tensor
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank, "x": 0.1}, group=group)
+    out["objects"] = objects
+    dist.barrier(group)
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def exact(group: Group) -> None:
+    """Small calls under the default rules, and other dtypes under any: the bits of gloo."""
+    default, everything = made(), made(ALL)
+    for dtype in (*FLOATS, *EXACT):
+        mine = default if dtype in FLOATS else everything
+        expected, found = results(group, dtype, 300), results(mine, dtype, 300)
+        wrong = [name for name in expected if not same(expected[name], found[name])]
+        assert not wrong, (dtype, wrong)
+    assert traffic(default) == traffic(everything) == (0, 0)
+    large = results(default, torch.float32, MANY)
+    expected = results(group, torch.float32, MANY)
+    changed = {name for name in expected if not same(expected[name], large[name])}
+    compressed = {"all_reduce RedOpType.SUM", "reduce_scatter", "reduce_scatter list"}
+    assert changed == (compressed if group.size() > 1 else set())
+
+
+def compressed(group: Group, codec: str, dtype: torch.dtype) -> list[str]:
+    """Calls with a rule give the bits of thinwire's verbs on a plain group."""
+    rank, world, numel = group.rank(), group.size(), 3001
+    mine = made("; ".join(f"{operation}={codec}" for operation in OPERATIONS))
+    found = results(mine, dtype, numel)
+    how: Any = {"codec": codec, "algorithm": "compressed", "step": 0}
+    x, wide = numbers(rank, numel, dtype), numbers(rank, world * numel, dtype)
+    total = x.clone()
+    thinwire.all_reduce(total, codec=codec, algorithm="one_shot" if world == 2 else "two_phase")
+    assert torch.equal(found["all_reduce RedOpType.SUM"], total)
+    gathered = x.new_zeros(world * numel)
+    thinwire.all_gather_into_tensor(gathered, x, **how)
+    assert torch.equal(found["all_gather_single"], gathered)
+    assert torch.equal(torch.cat(found["all_gather"]), gathered)
+    part = torch.zeros_like(x)
+    thinwire.reduce_scatter_tensor(part, wide.clone(), **how)
+    assert torch.equal(found["reduce_scatter"], part)
+    assert torch.equal(found["reduce_scatter list"], part)
+    moved = torch.zeros_like(wide)
+    thinwire.all_to_all_single(moved, wide, **how)
+    assert torch.equal(found["all_to_all"], moved)
+    sent, mine_ = [numel + to for to in range(world)], [numel + rank] * world
+    uneven = x.new_zeros(sum(mine_))
+    thinwire.all_to_all_single(uneven, numbers(rank, sum(sent), dtype), mine_, sent, **how)
+    assert torch.equal(found["all_to_all uneven"], uneven)
+    source = numbers(world - 1, numel, dtype) if rank == world - 1 else x.clone()
+    thinwire.broadcast(source, group_src=world - 1, **how)
+    assert torch.equal(found["broadcast"], source)
+    before, after = (rank - 1) % world, (rank + 1) % world
+    came = torch.zeros_like(x)
+    works = [thinwire.irecv(came, before, codec=codec), thinwire.isend(x, after, codec=codec)]
+    for work in works:
+        work.wait()
+    assert torch.equal(found["recv"], came)
+    assert torch.equal(found["batch"], came)
+    exact_ones = results(group, dtype, numel)
+    for name in ("all_reduce RedOpType.MAX", "reduce", "objects"):
+        assert same(found[name], exact_ones[name])
+    assert not same(found["recv"], exact_ones["recv"])
+    return [digest(found[name]) for name in ("all_reduce RedOpType.SUM", "all_gather_single", "broadcast")]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_has_no_rule_has_the_bits_of_gloo(ranks: RankPool, world: int) -> None:
+    ranks(world).run(exact)
+
+
+@pytest.mark.parametrize(
+    ("world", "codec", "dtype"),
+    [(2, "int8", torch.float32), (3, "int8", torch.bfloat16), (4, "int4", torch.float32), (2, "e4m3", torch.float16)],
+)
+def test_what_has_a_rule_has_the_bits_of_the_verbs(ranks: RankPool, world: int, codec: str, dtype: torch.dtype) -> None:
+    found = ranks(world).run(compressed, codec, dtype)
+    assert all(one == found[0] for one in found)
+
+
+# --- works, windows, lists, ends --------------------------------------------------------------------------------------
+
+
+def works(group: Group) -> None:
+    rank, world = group.rank(), group.size()
+    mine = made(ALL)
+    x = torch.ones(MANY)
+    work = dist.all_reduce(x, group=mine, async_op=True)
+    (out,) = work.get_future().wait()
+    assert out is x
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait(timedelta(seconds=9))
+    assert torch.allclose(x, torch.full((MANY,), float(world)), rtol=1e-2)
+    tensors = [torch.ones(50), torch.full((70,), 2.0)]
+    with dist._coalescing_manager(mine, torch.device("cpu"), async_ops=True) as window:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=mine)
+    window.wait()
+    assert [round(tensor[0].item()) for tensor in tensors] == [world, 2 * world]
+    mine._start_coalescing(torch.device("cpu"))
+    inbox = torch.zeros(80)
+    mine.send([torch.full((80,), float(rank))], (rank + 1) % world, 4)
+    mine.recv([inbox], (rank - 1) % world, 4)
+    together = mine._end_coalescing(torch.device("cpu"))
+    together.get_future().wait()
+    assert together.is_completed()
+    assert round(inbox[0].item()) == (rank - 1) % world
+    with pytest.raises(CollectiveError, match="not coalescing"):
+        mine._end_coalescing(torch.device("cpu"))
+    if rank == 0:
+        sources = {dist.recv(torch.zeros(64), group=mine) for _ in range(world - 1)}
+        assert sources == set(range(1, world))
+    else:
+        dist.send(torch.ones(64), 0, group=mine)
+    sub = made(ALL, ranks=[world - 1, 0], timeout=timedelta(seconds=30))
+    if rank in (0, world - 1):
+        dist.broadcast(x, world - 1, group=sub)
+        assert traffic(sub) != (0, 0)
+        assert groups.timeout_s(sub) == 30
+        dist.destroy_process_group(sub)
+        assert not [thread.name for thread in threading.enumerate() if sub.group_name in thread.name]
+    assert dist.get_backend(mine) == "cpu:thinwire"
+    assert mine.name() == "thinwire"
+
+
+def twice(group: Group) -> None:
+    """thinwire's verbs, and compress_ddp, run on the inner group: nothing is compressed twice."""
+    mine = made("all_reduce=int4")
+    x = numbers(group.rank(), MANY)
+    expected = x.clone()
+    thinwire.all_reduce(expected, codec="int8", algorithm="two_phase")
+    thinwire.all_reduce(x, group=mine, codec="int8", algorithm="two_phase")
+    assert torch.equal(x, expected)
+    grads = []
+    for which in (group, mine):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100), process_group=which)
+        thinwire.compress_ddp(model, "int8")
+        model(numbers(group.rank(), 300).view(3, 100)).square().sum().backward()
+        grads.append(model.module.weight.grad)
+    assert torch.equal(*grads)
+    assert [getattr(group, "inner", group), mine.inner] == [groups.resolve(one) for one in (group, mine)]
+
+
+def splits(group: Group) -> None:
+    mine = made("all_reduce=int8")
+    found: Any = dist.split_group(mine, [[0], [1, 2]])
+    assert isinstance(found, ThinwireGroup)
+    assert str(found.rules) == "all_reduce=int8@1"
+    x = torch.full((100,), 1.0 + group.rank())
+    dist.all_reduce(x, group=found)
+    assert round(x[0].item()) == (1 if group.rank() == 0 else 5)
+    dist.barrier(found)
+    dist.destroy_process_group(found)
+
+
+def debugged(group: Group) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        mine = made("all_reduce=int8")
+        x = torch.ones(1000)
+        dist.all_reduce(x, group=mine)
+        dist.all_gather_object([None] * group.size(), 1, group=mine)
+        dist.barrier(mine)
+        assert round(x[0].item()) == group.size()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def in_a_fork(group: Group) -> str:
+    mine = made(ALL)
+    dist.all_reduce(torch.ones(10), group=mine)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.all_reduce(torch.ones(10), group=mine)
+            said = "nothing"
+        except BaseException as error:
+            said = str(error)
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    dist.all_reduce(torch.ones(10), group=mine)  # the parent goes on
+    return os.read(reading, 500).decode()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_works_windows_subgroups_and_ends(ranks: RankPool, world: int) -> None:
+    ranks(world).run(works)
+
+
+def test_nothing_is_compressed_twice(ranks: RankPool) -> None:
+    ranks(2).run(twice)
+    ranks(3).run(twice)
+
+
+def test_debug_level_and_fork(ranks: RankPool) -> None:
+    ranks(2).run(debugged)
+    for said in ranks(2).run(in_a_fork):
+        assert "this process was forked from one that has the group" in said
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch splits groups of the CPU since 2.14")
+def test_a_group_splits_into_groups_that_compress(ranks: RankPool) -> None:
+    ranks(3).run(splits)
+
+
+def late(group: Group) -> str:
+    mine = made(ALL, timeout=timedelta(seconds=1.5))
+    dist.all_reduce(torch.ones(100), group=mine)
+    if group.rank() == 1:
+        time.sleep(2.5)
+        return ""
+    with pytest.raises(PeerError) as caught:
+        dist.all_reduce(torch.ones(100), group=mine)
+    return str(caught.value)
+
+
+def dead(group: Group) -> list[str]:
+    mine = made(ALL)
+    dist.all_reduce(torch.ones(100), group=mine)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = []
+    for call in (lambda: dist.all_reduce(torch.ones(100), group=mine), lambda: dist.isend(torch.ones(9), 1, mine)):
+        with pytest.raises(CollectiveError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_late_rank_is_named(ranks: RankPool) -> None:
+    said = ranks(2).run(late)[0]
+    assert "rank 0 waited for rank 1 in all_reduce(numel=100, op=sum, float32, codec=int8, algorithm=one_shot)" in said
+
+
+def test_a_dead_rank_is_named(ranks: RankPool) -> None:
+    first, second = ranks.fresh(2).run(dead, lost=1)[0]
+    assert "rank 0 lost rank 1 in all_reduce(numel=100" in first
+    assert "an earlier collective of this group failed" in second
+
+
+def again(group: Group, path: str) -> list[int]:
+    """Destroy the default group, and make one that compresses in its place, twice."""
+    rank, world = group.rank(), group.size()
+    dist.destroy_process_group()
+    found = []
+    for count in range(2):
+        store = dist.FileStore(f"{path}{count}", world)
+        dist.init_process_group("cpu:thinwire", store=store, rank=rank, world_size=world)
+        x = torch.ones(MANY)
+        dist.all_reduce(x)
+        found.append(round(x[0].item()) if traffic() != (0, 0) else 0)
+        sub: Any = dist.new_group()
+        assert str(sub.rules) == str(GroupRules(DEFAULT_RULES))
+        assert sub.inner is not dist.group.WORLD.inner  # type: ignore[union-attr]
+        (dist.destroy_process_group if count == 0 else dist.distributed_c10d._abort_process_group)()
+    return found
+
+
+def test_the_default_group_ends_and_begins_again(ranks: RankPool, tmp_path: Any) -> None:
+    fresh = ranks.fresh(2)
+    try:
+        assert fresh.run(again, str(tmp_path / "store")) == [[2, 2], [2, 2]]
+    finally:
+        fresh.close(kill=True)
