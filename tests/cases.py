@@ -5,6 +5,7 @@ Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 
 import functools
 import hashlib
+import importlib
 import inspect
 import itertools
 import logging
@@ -89,6 +90,46 @@ def thorough(*rows: Any) -> list[Any]:
 def worlds(*usual: int, rare: Sequence[int]) -> pytest.MarkDecorator:
     """How many ranks a test has; `rare` with --thorough only. Neighbouring tests take different worlds."""
     return pytest.mark.parametrize("world", [*usual, *thorough(*rare)])
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What a test of on_ranks does on a rank, as it is sent there: by its name."""
+
+    module: str
+    test: str
+
+    def __call__(self, group: Any, *given: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.test).on_rank(group, *given)
+
+
+def on_ranks(
+    *usual: int, rare: Sequence[int] = (), gives: Any = OnRank
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test whose body runs on every rank: test(group, ...). All ranks return `gives`, or at least the same.
+
+    Without worlds, `world` is a parameter of the test, such as one of its table.
+    """
+
+    def decorate(check: Callable[..., Any]) -> Callable[..., None]:
+        names = [*inspect.signature(check).parameters][1:]
+        one = usual[0] if len(usual) == 1 and not rare else None
+
+        @functools.wraps(check)
+        def test(ranks: Any, **given: Any) -> None:
+            world = given.setdefault("world", one)
+            found = ranks(world).run(OnRank(check.__module__, check.__name__), *(given[name] for name in names))
+            want = found[0] if gives is OnRank else gives
+            wrong = {rank: each for rank, each in enumerate(found) if each != want}
+            assert not wrong, f"expected {want} on all ranks, got {wrong}"
+
+        shown = ["ranks", *([] if one else ["world"]), *(name for name in names if name != "world")]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in shown]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.on_rank = check  # type: ignore[attr-defined]
+        return worlds(*usual, rare=rare)(test) if usual and not one else test
+
+    return decorate
 
 
 def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:

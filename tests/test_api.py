@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import digest, heard, seeded, worlds
+from cases import digest, heard, on_ranks, seeded, worlds
 from ranks import RankPool
 from thinwire.collectives.channel import channel_of
 
@@ -46,7 +46,8 @@ def test_errors_of_calls_that_name_no_step_average_out(ranks: RankPool, world: i
     assert counted[0][0] < 0.5 * fixed[0][0]
 
 
-def count_with_trials(group: Group) -> list[str]:
+@on_ranks(2)
+def test_measuring_does_not_change_what_later_calls_give(group: Group) -> None:
     """What two fresh groups give for calls without a step, of which one has measured before."""
     found = []
     for measures in (False, True):
@@ -56,12 +57,8 @@ def count_with_trials(group: Group) -> list[str]:
         x = similar(group.rank())
         thinwire.all_reduce(x, group=fresh, codec="lloyd2", algorithm="one_shot")
         found.append(digest(x))
-    return found
-
-
-def test_measuring_does_not_change_what_later_calls_give(ranks: RankPool) -> None:
-    for first, second in ranks(2).run(count_with_trials):
-        assert first == second
+    first, second = found
+    assert first == second
 
 
 # --- explain and measure ----------------------------------------------------------------------------------------------
@@ -110,7 +107,8 @@ def test_measuring_goes_up_to_the_size_asked_for_and_says_so_once(ranks: RankPoo
     assert second == []
 
 
-def measure_more(group: Group) -> list[int]:
+@on_ranks(2)
+def test_a_larger_message_is_measured_when_it_comes(group: Group) -> None:
     fresh = dist.new_group()
     channel = channel_of(fresh, torch.device("cpu"))
     counts = []
@@ -118,19 +116,17 @@ def measure_more(group: Group) -> list[int]:
         thinwire.measure(torch.zeros(numel), fresh)
         (curves,) = channel.measured.curves.values()
         counts.append(len(curves["plain"]))
-    return counts
-
-
-def test_a_larger_message_is_measured_when_it_comes(ranks: RankPool) -> None:
-    for once, near, again, larger in ranks(2).run(measure_more):
-        assert once == near == again
-        assert larger > once
+    once, near, again, larger = counts
+    assert once == near == again
+    assert larger > once
 
 
 # --- Work -------------------------------------------------------------------------------------------------------------
 
 
-def works(group: Group, algorithm: str) -> list[tuple[bool, ...]]:
+@pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
+@on_ranks(2)
+def test_a_work_is_torchs(group: Group, algorithm: str) -> None:
     found = []
     for verb in ("all_reduce", "reduce_scatter_tensor", "broadcast"):
         x = similar(group.rank())
@@ -148,20 +144,15 @@ def works(group: Group, algorithm: str) -> list[tuple[bool, ...]]:
         (result,) = work.result()
         facts = isinstance(work, dist.Work), result is x, work.is_completed(), work.is_success()
         found.append((*facts, work.exception() is None, work.get_future().wait()[0] is x))
-    return found
-
-
-@pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
-def test_a_work_is_torchs(ranks: RankPool, algorithm: str) -> None:
-    for found in ranks(2).run(works, algorithm):
-        assert all(all(facts) for facts in found), found
+    assert all(all(facts) for facts in found), found
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def shapes_and_spellings(group: Group) -> int:
-    """Calls that are the same to everybody although ranks write them differently."""
+@on_ranks(2, gives=1)
+def test_a_plan_is_kept_for_what_ranks_agree_on(group: Group) -> int:
+    """Neither another shape of as many elements nor another spelling of a codec is another call."""
     fresh = dist.new_group()
     codecs = ("int8", "int8:block=128", thinwire.codec("int8"))
     for shape in ((64, 64), (4096,)) if group.rank() else ((4096,), (64, 64)):
@@ -170,31 +161,24 @@ def shapes_and_spellings(group: Group) -> int:
     return len(channel_of(fresh, torch.device("cpu")).plans)
 
 
-def test_a_plan_is_kept_for_what_ranks_agree_on(ranks: RankPool) -> None:
-    """Neither another shape of as many elements nor another spelling of a codec is another call."""
-    assert ranks(2).run(shapes_and_spellings) == [1, 1]
-
-
-def many_sizes(group: Group, most: int) -> int:
+@on_ranks(2)
+def test_plans_of_ever_new_sizes_are_forgotten(group: Group) -> None:
     fresh = dist.new_group()
     from thinwire.collectives import channel
 
     kept = channel.MOST_KINDS
-    channel.MOST_KINDS = most
+    channel.MOST_KINDS = 8
     try:
-        for numel in range(1, 3 * most):
+        for numel in range(1, 3 * 8):
             thinwire.all_reduce(torch.ones(numel), group=fresh, algorithm="one_shot")
     finally:
         channel.MOST_KINDS = kept
-    return len(channel_of(fresh, torch.device("cpu")).plans)
+    count = len(channel_of(fresh, torch.device("cpu")).plans)
+    assert 0 < count <= 8
 
 
-def test_plans_of_ever_new_sizes_are_forgotten(ranks: RankPool) -> None:
-    for count in ranks(2).run(many_sizes, 8):
-        assert 0 < count <= 8
-
-
-def exchange_by_size(group: Group) -> list[str]:
+@on_ranks(2)
+def test_ranks_exchange_with_a_codec_that_depends_on_sizes(group: Group) -> None:
     """A codec that depends on sizes, which only their own rank knows."""
     fresh = dist.new_group()
     codec = "bysize(small=bf16; large=int8; min_numel=100)"
@@ -206,29 +190,22 @@ def exchange_by_size(group: Group) -> list[str]:
         came = [torch.zeros(tensor.numel()) for tensor in sent]
         thinwire.all_to_all(came, sent, fresh, codec=codec, algorithm="compressed")
         found.append(str([float(tensor.mean()) for tensor in came]))
-    return found
+    assert found == ["[1.0, 1.0]"] * 2
 
 
-def test_ranks_exchange_with_a_codec_that_depends_on_sizes(ranks: RankPool) -> None:
-    for found in ranks(2).run(exchange_by_size):
-        assert found == ["[1.0, 1.0]"] * 2
-
-
-def measure_differently(group: Group) -> str:
+@on_ranks(2)
+def test_ranks_that_measure_different_things_are_told(group: Group) -> None:
     fresh = dist.new_group()
     with pytest.raises(thinwire.DisagreementError) as told:
         thinwire.measure(torch.zeros(1000 * (1 + group.rank())), fresh)
     thinwire.measure(torch.zeros(10), fresh)  # the group stays usable
-    return str(told.value)
+    told = str(told.value)
+    assert "measure(numel=1000" in told
+    assert "measure(numel=2000" in told
 
 
-def test_ranks_that_measure_different_things_are_told(ranks: RankPool) -> None:
-    for told in ranks(2).run(measure_differently):
-        assert "measure(numel=1000" in told
-        assert "measure(numel=2000" in told
-
-
-def waits(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_a_timeout_of_zero_is_none(group: Group) -> bool:
     """As torch's own code waits: a timeout of zero is none."""
     for algorithm in ("plain", "two_phase"):
         x = torch.ones(100_000)
@@ -239,11 +216,8 @@ def waits(group: Group) -> bool:
     return True
 
 
-def test_a_timeout_of_zero_is_none(ranks: RankPool) -> None:
-    assert ranks(2).run(waits) == [True, True]
-
-
-def any_dtype(group: Group) -> list[bool]:
+@on_ranks(1, gives=[True, True])
+def test_one_rank_alone_takes_any_dtype(group: Group) -> list[bool]:
     found = []
     for dtype in (torch.int16, torch.float8_e4m3fn):
         x = torch.arange(8).to(dtype)
@@ -252,7 +226,3 @@ def any_dtype(group: Group) -> list[bool]:
         thinwire.all_gather_into_tensor(out, x, group)
         found.append(torch.equal(out.float(), torch.arange(8).float()))
     return found
-
-
-def test_one_rank_alone_takes_any_dtype(ranks: RankPool) -> None:
-    assert ranks(1).run(any_dtype) == [[True, True]]

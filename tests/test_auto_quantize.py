@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._quantization import quantization as torchs
 
-from cases import assert_same, seeded
+from cases import assert_same, on_ranks, seeded
 from ranks import RankPool
 from thinwire import Codec, CodecError, Lloyd, collectives
 from thinwire.collectives import Work
@@ -148,24 +148,6 @@ NAMES = [name for name in CASES if hasattr(dist, name)]  # torch 2.13 is the fir
 LISTS = ["all_gather", "all_to_all", "all_reduce_coalesced"]
 
 
-def run_all(group: Group, how: str, quant_loss: float | None) -> list[str]:
-    """Call every collective with both types in one way; say what went wrong."""
-    wrong = []
-    for name in NAMES:
-        for qtype in BOTH:
-            arguments, outputs, expected = CASES[name](group.rank(), group.size())
-            wrapped = auto_quantize(getattr(dist, name), qtype, quant_loss)
-            work = call(wrapped, arguments, group, how)
-            if how.startswith("async"):
-                finish(work, how)
-            elif work is not None:
-                wrong.append(f"{name} returned {work}")
-            expected = [tensor / (quant_loss or 1) for tensor in expected]
-            if not all(map(torch.equal, outputs, expected)):
-                wrong.append(f"{name} {qtype}: {outputs} instead of {expected}")
-    return wrong
-
-
 def call(wrapped: Callable[..., Any], arguments: dict[str, Any], group: Group, how: str) -> Any:
     if how == "keywords":
         return wrapped(**arguments, group=group, async_op=False)
@@ -196,11 +178,25 @@ def finish(work: Any, how: str) -> None:
         *((2, "keywords", 4.0), (1, "async wait", 4.0)),
     ],
 )
+@on_ranks(gives=[])
 def test_every_collective_in_both_types_and_every_way_of_calling(
-    ranks: RankPool, world: int, how: str, quant_loss: float | None
-) -> None:
+    group: Group, how: str, quant_loss: float | None
+) -> list[str]:
     """torch's has three, bfp16 in two dimensions only, refuses async_op, and forgets quant_loss of lists and bfp16."""
-    assert ranks(world).run(run_all, how, quant_loss) == [[]] * world
+    wrong = []
+    for name in NAMES:
+        for qtype in BOTH:
+            arguments, outputs, expected = CASES[name](group.rank(), group.size())
+            wrapped = auto_quantize(getattr(dist, name), qtype, quant_loss)
+            work = call(wrapped, arguments, group, how)
+            if how.startswith("async"):
+                finish(work, how)
+            elif work is not None:
+                wrong.append(f"{name} returned {work}")
+            expected = [tensor / (quant_loss or 1) for tensor in expected]
+            if not all(map(torch.equal, outputs, expected)):
+                wrong.append(f"{name} {qtype}: {outputs} instead of {expected}")
+    return wrong
 
 
 # --- what torch's version does wrong, one by one ----------------------------------------------------------------------
@@ -213,17 +209,14 @@ def test_str_of_a_type_is_its_value_where_torchs_raises() -> None:
         str(torchs.DQuantType.FP16)
 
 
-def splits_by_other_names(group: Group) -> bool:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(gives=True)
+def test_splits_by_older_names(group: Group) -> bool:
     arguments, (output,), (expected,) = all_to_all_single(group.rank(), group.size())
     arguments["out_splits"] = arguments.pop("output_split_sizes")
     arguments["in_splits"] = arguments.pop("input_split_sizes")
     auto_quantize(dist.all_to_all_single, DQuantType.FP16)(**arguments)
     return torch.equal(output, expected)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_splits_by_older_names(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(splits_by_other_names) == [True] * world
 
 
 def test_splits_under_both_names_are_a_type_error() -> None:
@@ -250,18 +243,15 @@ def test_a_positional_group_is_used_where_torchs_ignores_it(ranks: RankPool) -> 
     assert ranks(3).run(gather_in_pairs) == [[5.0, 6.0], [5.0, 6.0], []]
 
 
-def gather_shapes(group: Group, shape: tuple[int, ...]) -> list[bool]:
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
+@on_ranks(2, gives=[True] * 4)
+def test_any_shape_where_torchs_bfp16_takes_two_dimensions(group: Group, shape: tuple[int, ...]) -> list[bool]:
     results = []
     for qtype in BOTH:
         outputs = [blank(*shape) for _ in range(group.size())]
         auto_quantize(dist.all_gather, qtype)(outputs, numbers(group.rank(), *shape))
         results += [torch.equal(output, numbers(rank, *shape)) for rank, output in enumerate(outputs)]
     return results
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
-def test_any_shape_where_torchs_bfp16_takes_two_dimensions(ranks: RankPool, shape: tuple[int, ...]) -> None:
-    assert ranks(2).run(gather_shapes, shape) == [[True] * 4] * 2
 
 
 def count_encoded(group: Group, name: str) -> int:
@@ -332,7 +322,8 @@ def test_the_codec_fp16_overflows_nowhere(ranks: RankPool) -> None:
         assert torch.equal(y, x)
 
 
-def tuples(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_tuples_serve_as_lists_where_torchs_refuses_them(group: Group) -> list[str]:
     wrong = []
     for name in LISTS:
         arguments, outputs, expected = CASES[name](group.rank(), group.size())
@@ -341,10 +332,6 @@ def tuples(group: Group) -> list[str]:
         if not all(torch.equal(output, tensor / 2) for output, tensor in zip(outputs, expected, strict=True)):
             wrong.append(name)
     return wrong
-
-
-def test_tuples_serve_as_lists_where_torchs_refuses_them(ranks: RankPool) -> None:
-    assert ranks(2).run(tuples) == [[]] * 2
 
 
 # --- the callable -----------------------------------------------------------------------------------------------------
@@ -383,7 +370,8 @@ def test_a_quant_loss_that_cannot_divide_is_refused(quant_loss: float) -> None:
         auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
 
 
-def own_verbs(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_thinwires_own_verbs_are_wrapped_too(group: Group) -> list[str]:
     wrong = []
     for name in ("all_reduce", "all_gather", "all_to_all", "all_to_all_single", "broadcast", "all_reduce_coalesced"):
         func = getattr(collectives, name)
@@ -395,10 +383,6 @@ def own_verbs(group: Group) -> list[str]:
         if not all(torch.equal(output, tensor / 2) for output, tensor in zip(outputs, expected, strict=True)):
             wrong.append(name)
     return wrong
-
-
-def test_thinwires_own_verbs_are_wrapped_too(ranks: RankPool) -> None:
-    assert ranks(2).run(own_verbs) == [[]] * 2
 
 
 def test_a_second_codec_or_no_codec_is_refused(ranks: RankPool) -> None:
@@ -444,14 +428,11 @@ def test_misuse_of_the_rewritten_ones_is_refused(ranks: RankPool) -> None:
     assert "expected 2 elements" in uneven
 
 
-def untouched_elsewhere(group: Group) -> bool:
+@on_ranks(3, gives=True)
+def test_reduce_changes_the_roots_tensor_alone(group: Group) -> bool:
     x = numbers(group.rank(), N)
     auto_quantize(dist.reduce, DQuantType.FP16, 2.0)(x, 1)
     return torch.equal(x, numbers(group.rank(), N)) if group.rank() != 1 else torch.equal(x, total(3, N) / 2)
-
-
-def test_reduce_changes_the_roots_tensor_alone(ranks: RankPool) -> None:
-    assert ranks(3).run(untouched_elsewhere) == [True] * 3
 
 
 def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
@@ -464,13 +445,10 @@ def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
     assert torch.equal(x, torch.ones(2))
 
 
-def old_names_warn_nothing(group: Group) -> int:
+@on_ranks(2, gives=0)
+def test_a_deprecated_name_of_torch_is_wrapped_in_silence(group: Group) -> int:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         arguments, _, _ = all_gather_into_tensor(group.rank(), group.size())
         auto_quantize(dist.all_gather_into_tensor, "bf16")(**arguments)
     return len(seen)
-
-
-def test_a_deprecated_name_of_torch_is_wrapped_in_silence(ranks: RankPool) -> None:
-    assert ranks(2).run(old_names_warn_nothing) == [0, 0]

@@ -30,6 +30,7 @@ from cases import (
     each_device,
     given,
     needs_cuda,
+    on_ranks,
     seeded,
     small_chunks,
     thorough,
@@ -575,7 +576,9 @@ def test_async_calls_return_a_work_whose_future_holds_the_outputs(
     ranks(world).run(works, algorithm, device)
 
 
-def complex_works(group: Group, algorithm: str) -> list[bool]:
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@on_ranks(2, gives=[True] * 5)
+def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(group: Group, algorithm: str) -> list[bool]:
     world = group.size()
     found = []
     x, y = torch.ones(4, dtype=torch.complex64), torch.ones(4 * world, dtype=torch.complex64)
@@ -590,11 +593,6 @@ def complex_works(group: Group, algorithm: str) -> list[bool]:
         work = getattr(thinwire, verb)(*args, async_op=True, codec="none", algorithm=chosen)
         found.append(work.get_future().wait()[0] is output)
     return found
-
-
-@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
-def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(ranks: RankPool, algorithm: str) -> None:
-    assert ranks(2).run(complex_works, algorithm) == [[True] * 5] * 2
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
@@ -828,7 +826,9 @@ def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: to
             assert torch.equal(mine, expected.to(dtype)), f"{name}: {mine}"
 
 
-def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
+@on_ranks(2, rare=[3])
+def test_strided_inputs_and_outputs_work_in_every_verb(group: Group, algorithm: str, device: Device) -> None:
     """Outputs and inputs that are transposed get the same numbers."""
     world, rank = group.size(), group.rank()
     how: Any = {"codec": "int8", "algorithm": algorithm}
@@ -861,16 +861,8 @@ def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
     thinwire.all_to_all(lists[3], [part.t().contiguous().t()] * world, **how)
     pairs = ((0, 1), (2, 3))
     same = [torch.equal(a, b) for i, j in pairs for a, b in zip(lists[i], lists[j], strict=True)]
-    return [*found, torch.equal(cast, straight), *same]
-
-
-@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-@worlds(2, rare=[3])
-def test_strided_inputs_and_outputs_work_in_every_verb(
-    ranks: RankPool, world: int, algorithm: str, device: Device
-) -> None:
-    for found in ranks(world).run(strided_verbs, algorithm, device):
-        assert all(found), found
+    found = [*found, torch.equal(cast, straight), *same]
+    assert all(found), found
 
 
 def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[bool]:
@@ -1116,7 +1108,10 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 # --- on a mesh, exactly -----------------------------------------------------------------------------------------------
 
 
-def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithms: Sequence[str]) -> list[bool]:
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@on_ranks(4)
+def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(group: Group, shape: tuple[int, int]) -> None:
+    algorithms = ("plain", "auto")
     mesh = init_device_mesh("cpu", shape)
     found = []
     for algorithm in algorithms:
@@ -1127,10 +1122,4 @@ def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithms: Sequence[s
                 work.wait()
             total = sum(torch.arange(50.0) + rank for rank in range(group.size()))
             found.append(torch.allclose(x, total * factor, rtol=1e-6))
-    return found
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(ranks: RankPool, shape: tuple[int, int]) -> None:
-    for found in ranks(4).run(on_mesh_exactly, shape, ("plain", "auto")):
-        assert all(found), found
+    assert all(found), found

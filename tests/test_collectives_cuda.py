@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CUDA, needs_cuda, no_host_sync
+from cases import CUDA, needs_cuda, no_host_sync, on_ranks
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
@@ -85,7 +85,10 @@ def test_nothing_waits_for_the_host_on_a_stream(
     assert error <= bound
 
 
-def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
+@each_kind
+@pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
+@on_ranks(1, gives=[0.0] * 3)
+def test_a_collective_is_captured_in_a_graph(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     """Errors of three replays against the same operation run eagerly."""
     channel = nccl_channel()
     codec = thinwire.codec(spec)
@@ -112,13 +115,8 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     return errors
 
 
-@each_kind
-@pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
-def test_a_collective_is_captured_in_a_graph(ranks: RankPool, spec: str, kind: str) -> None:
-    assert ranks(1).run(captured, spec, kind) == [[0.0] * 3]
-
-
-def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
+@on_ranks(1, gives=[True] * 5)
+def test_verbs_of_one_rank_are_exact_on_nccl(group: dist.ProcessGroup) -> list[bool]:
     """Every verb in a group of one rank, exact though its codec has one bit, and without a host sync."""
     x, y = torch.randn(3000, device=CUDA), torch.empty(3000, device=CUDA)
     how: Any = {"group": nccl_group(), "codec": "lloyd1"}
@@ -137,10 +135,6 @@ def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
     with no_host_sync():
         found = run()
     return [torch.equal(output, x) for output in found]
-
-
-def test_verbs_of_one_rank_are_exact_on_nccl(ranks: RankPool) -> None:
-    assert ranks(1).run(verbs_on_nccl) == [[True] * 5]
 
 
 def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[bytes, float, bool]:
@@ -165,7 +159,8 @@ def test_gpu_tensors_travel_over_gloo(ranks: RankPool, spec: str, algorithm: str
     assert all(error < 0.2 for _, error, _ in results)
 
 
-def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
+@on_ranks(1, gives=True)
+def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -> bool:
     """torch's own all_gather, waited for on another stream than it was called on."""
     channel = nccl_channel()
     x = torch.ones(1 << 26, device=CUDA)
@@ -181,7 +176,3 @@ def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
         total = out.sum()
     side.synchronize()
     return float(total) == x.numel()
-
-
-def test_torchs_own_calls_are_ordered_by_streams_too(ranks: RankPool) -> None:
-    assert ranks(1).run(torch_on_a_stream) == [True]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import thinwire
-from cases import ROUND, assert_same, by_turns, digest, thorough, worlds
+from cases import ROUND, assert_same, by_turns, digest, on_ranks, thorough
 from ranks import RankPool
 from replicas import (
     OPTIMIZERS,
@@ -198,8 +198,10 @@ def test_a_state_may_be_saved_again_or_loaded_by_who_saved_it(ranks: RankPool, h
     check_interrupted(ranks, 2, SHORT, how)
 
 
-def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, str]]:
+@on_ranks(3, rare=[2])
+def test_gradients_are_gathered_from_whatever_buckets_ddp_has(group: Group) -> None:
     """The next gradients of a run, and of one that is resumed by a DDP with other buckets, smaller and larger ones."""
+    caps = (0.01, 9.0, 20.0, 1024.0)
     run, found = Run({**CLASSIC, "exempt": ["d"]}, 3), []
     first = Training(group, run)
     first.go(range(3))
@@ -210,16 +212,11 @@ def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, s
         second = Training(group, run._replace(cap=cap, ddp={option: True}))
         second.load(state)
         found.append((digest(want), digest(flat(backward(second.model, gradients)))))
-    return found
+    assert all(want == got for want, got in found)
 
 
-@worlds(3, rare=[2])
-def test_gradients_are_gathered_from_whatever_buckets_ddp_has(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(into_other_buckets, (0.01, 9.0, 20.0, 1024.0)):
-        assert all(want == got for want, got in found)
-
-
-def roll_back_to_the_start(group: Group) -> list[bool]:
+@on_ranks(2)
+def test_a_state_of_other_buckets_may_be_loaded(group: Group) -> None:
     """A state of the first step, with DDP's first bucket, loaded when there are others."""
     found = []
     for options in (CLASSIC, {"codec": "int8"}):
@@ -232,11 +229,7 @@ def roll_back_to_the_start(group: Group) -> list[bool]:
         second = Training(group, Run(options))
         second.load(state)
         found.append(torch.allclose(one, second.go(range(1, 4)), atol=0.5) and same_everywhere(group, one))
-    return found
-
-
-def test_a_state_of_other_buckets_may_be_loaded(ranks: RankPool) -> None:
-    assert all(all(found) for found in ranks(2).run(roll_back_to_the_start))
+    assert all(found), found
 
 
 def race_once(group: Group) -> tuple[str, str, str]:
@@ -446,7 +439,13 @@ def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
         assert {name for name, word in words.items() if word not in found[name]} == set(), found
 
 
-def change_feedback(group: Group) -> tuple[float, float]:
+def means(world: int) -> Sequence[Tensor]:
+    """The exact means, by parameter."""
+    return mean_of(world).split([math.prod(shape) for shape in SHAPES.values()])
+
+
+@on_ranks(2)
+def test_one_kind_of_feedback_is_not_taken_for_another(group: Group) -> None:
     """A state of classic feedback goes on with EF21: its distance to a constant mean, and the sums' to the mean."""
     first = wrap(Given(), group)
     handle = compress_ddp(first, **CLASSIC)
@@ -461,21 +460,13 @@ def change_feedback(group: Group) -> tuple[float, float]:
     sent, true = residuals(other), flat([*compress(means(group.size()), large)])
     dist.all_reduce(sent, group=group)
     mean = flat([other.state_dict()["mean"].get(n, torch.zeros(s)).double() for n, s in SHAPES.items()])
-    return float((result - true).norm() / true.norm()), float((sent - mean).abs().max())
+    distance, gap = float((result - true).norm() / true.norm()), float((sent - mean).abs().max())
+    assert distance < 1e-3
+    assert gap < 1e-5
 
 
-def means(world: int) -> Sequence[Tensor]:
-    """The exact means, by parameter."""
-    return mean_of(world).split([math.prod(shape) for shape in SHAPES.values()])
-
-
-def test_one_kind_of_feedback_is_not_taken_for_another(ranks: RankPool) -> None:
-    for distance, gap in ranks(2).run(change_feedback):
-        assert distance < 1e-3
-        assert gap < 1e-5
-
-
-def change_optimizer(group: Group) -> list[str]:
+@on_ranks(2)
+def test_the_optimizer_that_is_named_counts_before_that_of_a_state(group: Group) -> None:
     """The feedback of a run with SGD, and after it was resumed with Adam; then the other way round."""
     found = []
     for kinds in (("sgd", "adam"), ("adam", "sgd")):
@@ -489,12 +480,7 @@ def change_optimizer(group: Group) -> list[str]:
             learn(model, optimizer, group.rank(), range(3))
             found.append(handle.stats().feedback)
             state = handle.state_dict()
-    return found
-
-
-def test_the_optimizer_that_is_named_counts_before_that_of_a_state(ranks: RankPool) -> None:
-    for found in ranks(2).run(change_optimizer):
-        assert found == ["classic", "none+moments", "none+moments", "classic"]
+    assert found == ["classic", "none+moments", "none+moments", "classic"]
 
 
 # --- frozen parameters ------------------------------------------------------------------------------------------------
@@ -591,7 +577,8 @@ def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None
         assert want == got, "with parameters without elements"
 
 
-def pickle_misuse(group: Group) -> str:
+@on_ranks(2)
+def test_a_pickled_state_of_another_model_is_refused(group: Group) -> None:
     """A pickled state on a model of other shapes."""
     model = wrap(Given(), group)
     state = thinwire.DDPState(group, **CLASSIC, model=model.module)
@@ -599,9 +586,5 @@ def pickle_misuse(group: Group) -> str:
     backward(model, draw(group.rank()))
     other = wrap(Given({"x": (10, 10)}), group)
     other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
-    return message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
-
-
-def test_a_pickled_state_of_another_model_is_refused(ranks: RankPool) -> None:
-    for told in ranks(2).run(pickle_misuse):
-        assert "other parameters" in told
+    told = message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
+    assert "other parameters" in told

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from cases import worlds
+from cases import on_ranks, worlds
 from ranks import RankPool
 from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
@@ -26,20 +26,6 @@ LEVELS = {"none": 1e-7, "bf16": 2.0**-8, "int8": 0.02, "lloyd4": 0.15, "lloyd2":
 
 def is_b_or_large(name: str, shape: torch.Size) -> bool:
     return name == "b" or shape.numel() > 2040
-
-
-def levels(group: Group, cases: Sequence[Mapping[str, Any]], shapes: Shapes = LAYERS) -> list[dict[str, str]]:
-    """The codec of every parameter, told by its error."""
-    found = []
-    edges = [math.prod(shape) for shape in shapes.values()]
-    true = mean_of(group.size(), 0, shapes).split(edges)
-    for options in cases:
-        model = wrap(Given(shapes), group, 1024.0)
-        compress_ddp(model, **{"codec": "lloyd1", "feedback": "none", **options})
-        got = flat(backward(model, draw(group.rank(), 0, shapes))).double().split(edges)
-        errors = {n: float((x - y).norm() / y.norm()) for n, x, y in zip(shapes, got, true, strict=True)}
-        found.append({n: next(k for k, most in LEVELS.items() if error <= most) for n, error in errors.items()})
-    return found
 
 
 def with_levels(coded: str, **others: str) -> dict[str, str]:
@@ -64,11 +50,18 @@ RULES: list[tuple[dict[str, Any], dict[str, str]]] = [
 ]
 
 
-@worlds(3, rare=[2])
-def test_rules_go_before_exemptions_and_these_before_the_codec(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(levels, [options for options, _ in RULES]):
-        for (options, want), got in zip(RULES, found, strict=True):
-            assert got == want, options
+@on_ranks(3, rare=[2])
+def test_rules_go_before_exemptions_and_these_before_the_codec(group: Group) -> None:
+    """The codec of every parameter, told by its error."""
+    edges = [math.prod(shape) for shape in LAYERS.values()]
+    true = mean_of(group.size(), 0, LAYERS).split(edges)
+    for options, want in RULES:
+        model = wrap(Given(LAYERS), group, 1024.0)
+        compress_ddp(model, **{"codec": "lloyd1", "feedback": "none", **options})
+        got = flat(backward(model, draw(group.rank(), 0, LAYERS))).double().split(edges)
+        errors = {n: float((x - y).norm() / y.norm()) for n, x, y in zip(LAYERS, got, true, strict=True)}
+        levels = {n: next(k for k, most in LEVELS.items() if error <= most) for n, error in errors.items()}
+        assert levels == want, f"{options}: {levels}"
 
 
 @contextlib.contextmanager
@@ -227,8 +220,9 @@ def test_a_race_leaves_only_what_its_winner_remembers(ranks: RankPool) -> None:
     assert ranks(2).run(race_with_feedback, cost(1, 2, 3, 4)) == [(0, 0.0)] * 2
 
 
-def race_handshakes(group: Group) -> list[int]:
-    """Handshakes of every step while codecs take turns."""
+@on_ranks(2)
+def test_no_handshake_is_timed(group: Group) -> None:
+    """Codecs meet every bucket in their first turn, whose time does not count."""
     model = wrap(Given(), group)
     compress_ddp(model, "auto")
     counts: list[int] = []
@@ -236,15 +230,9 @@ def race_handshakes(group: Group) -> list[int]:
         for step in range(RACE):
             backward(model, draw(group.rank(), step))
             counts.append(len(shaken) - sum(counts))
-    return counts
-
-
-def test_no_handshake_is_timed(ranks: RankPool) -> None:
-    """Codecs meet every bucket in their first turn, whose time does not count."""
-    for counts in ranks(2).run(race_handshakes):
-        untimed = auto.SETTLE_STEPS + len(auto.CANDIDATES)
-        assert sum(counts[:untimed]) > 0
-        assert sum(counts[untimed:]) == 0
+    untimed = auto.SETTLE_STEPS + len(auto.CANDIDATES)
+    assert sum(counts[:untimed]) > 0
+    assert sum(counts[untimed:]) == 0
 
 
 # --- codec="auto:2.5" -------------------------------------------------------------------------------------------------
@@ -299,7 +287,8 @@ def budgets(group: Group, cases: Sequence[tuple[Shapes, float]]) -> list[float |
     return found
 
 
-def replans(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_widths_may_change_places(group: Group) -> bool:
     """Parameters of one size whose widths change places: the same lanes, of other stretches of the bucket.
 
     Only so many messages are kept.
@@ -313,10 +302,6 @@ def replans(group: Group) -> bool:
             means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])
             assert len(handle._sync._messages) <= 2
     return same_everywhere(group, flat(means))
-
-
-def test_widths_may_change_places(ranks: RankPool) -> None:
-    assert all(ranks(2).run(replans))
 
 
 def test_bits_on_the_wire_stay_inside_the_budget(ranks: RankPool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import thinwire
-from cases import CPU, ROUND, assert_same, by_turns, each_device, small_chunks, thorough, worlds
+from cases import CPU, ROUND, assert_same, by_turns, each_device, on_ranks, small_chunks, thorough, worlds
 from ranks import RankPool
 from replicas import (
     CODED,
@@ -237,7 +237,8 @@ def test_auto_chooses_feedback_by_codec_and_optimizer(ranks: RankPool, passed: b
             assert alike
 
 
-def scouts(group: Group) -> list[int]:
+@on_ranks(2)
+def test_looking_for_optimizers_leaves_nothing_behind(group: Group) -> None:
     """Hooks on optimisers: with two models that wait, after the first one's step, after both, after a state died."""
     before, counts = len(_global_optimizer_pre_hooks), []
     models = [wrap(network(), group) for _ in range(2)]
@@ -253,16 +254,13 @@ def scouts(group: Group) -> list[int]:
     gc.collect()
     learn(models[0], steppers[0], group.rank(), range(2))
     counts.append(len(_global_optimizer_pre_hooks) - before)
-    return counts
+    waiting, seen, dead = counts
+    assert waiting >= 1
+    assert (seen, dead) == (0, 0)
 
 
-def test_looking_for_optimizers_leaves_nothing_behind(ranks: RankPool) -> None:
-    for waiting, seen, dead in ranks(2).run(scouts):
-        assert waiting >= 1
-        assert (seen, dead) == (0, 0)
-
-
-def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
+@on_ranks(2)
+def test_without_an_optimizer_eight_bits_travel_for_a_while(group: Group) -> None:
     """Steps by hand, which nobody sees: int8, then 2 bits as in front of Adam."""
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", exempt="none")
@@ -272,17 +270,13 @@ def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
             result = flat(backward(model, draw(group.rank(), step)))
             errors.append(float((result - mean_of(2, step)).norm() / mean_of(2, step).norm()))
             seen.append(handle.stats().feedback)
-    return seen, errors
+    assert seen == ["none"] * 5
+    assert max(errors[:3]) < 0.01
+    assert min(errors[3:]) > 0.1
 
 
-def test_without_an_optimizer_eight_bits_travel_for_a_while(ranks: RankPool) -> None:
-    for seen, errors in ranks(2).run(no_optimizer):
-        assert seen == ["none"] * 5
-        assert max(errors[:3]) < 0.01
-        assert min(errors[3:]) > 0.1
-
-
-def join_with_nothing(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_ranks_agree_on_the_optimizer(group: Group) -> bool:
     """A rank without any input sees no optimiser step."""
     model = wrap(Given(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -293,10 +287,6 @@ def join_with_nothing(group: Group) -> bool:
             model(*draw(group.rank(), step)).backward()
             optimizer.step()
     return True
-
-
-def test_ranks_agree_on_the_optimizer(ranks: RankPool) -> None:
-    assert all(ranks(2).run(join_with_nothing))
 
 
 def given_by_rank(group: Group, options: list[dict[str, Any]]) -> str:
@@ -405,7 +395,9 @@ def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str, 
         assert found.counted == 1
 
 
-def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, Tensor, int]:
+@by_turns("world, feedback", [2, 3], ["classic", "ef21"])
+@on_ranks()
+def test_other_chunks_remember_as_ever(group: Group, feedback: str) -> None:
     """The chunk that a bad number falls into; which residuals changed on any rank; which results are bad; the count."""
     shapes, coder = {"w": (4000,)}, Lloyd(2, 32)
     with small_chunks():
@@ -422,22 +414,29 @@ def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, T
         got = flat(backward(model, [gradient]))
     changed = (residuals(handle, shapes) != before).double()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
-    return (span.begin, span.end), changed > 0, got.isnan(), handle.stats().nonfinite
+    (begin, end), changed, bad, counted = (span.begin, span.end), changed > 0, got.isnan(), handle.stats().nonfinite
+    assert 0 < begin < end < 4000
+    assert bad[1234]
+    assert bad.sum() <= 32
+    assert counted == 1
+    assert not changed[begin:end].any()
+    assert changed[:begin].double().mean() > 0.99
+    assert changed[end:].double().mean() > 0.99
 
 
-@by_turns("world, feedback", [2, 3], ["classic", "ef21"])
-def test_other_chunks_remember_as_ever(ranks: RankPool, world: int, feedback: str) -> None:
-    for (begin, end), changed, bad, counted in ranks(world).run(break_chunk, feedback):
-        assert 0 < begin < end < 4000
-        assert bad[1234]
-        assert bad.sum() <= 32
-        assert counted == 1
-        assert not changed[begin:end].any()
-        assert changed[:begin].double().mean() > 0.99
-        assert changed[end:].double().mean() > 0.99
+SCALED: list[dict[str, Any]] = [
+    {"codec": "none"},
+    {"codec": "int8", "exempt": "none"},
+    {"codec": "lloyd2", "feedback": "classic"},
+    {"codec": "lloyd1:block=64", "feedback": "ef21"},
+    {"codec": "lloyd2"},
+    {"codec": "auto:2.5"},
+]
 
 
-def with_scaler(group: Group, options: Mapping[str, Any]) -> tuple[list[bool], list[float], bool]:
+@pytest.mark.parametrize("options", SCALED, ids=str)
+@on_ranks(2)
+def test_a_gradient_scaler_skips_the_step_on_every_rank(group: Group, options: Mapping[str, Any]) -> None:
     """Whether each of five steps moved the parameters, where the third has an Inf; the scales."""
     model = wrap(network(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -456,23 +455,7 @@ def with_scaler(group: Group, options: Mapping[str, Any]) -> tuple[list[bool], l
         scaler.update()
         moved.append(not torch.equal(before, flat(list(model.parameters()))))
         scales.append(scaler.get_scale())
-    finite = all(p.isfinite().all() for p in model.parameters())
-    return moved, scales, finite and same_everywhere(group, *model.parameters())
-
-
-SCALED: list[dict[str, Any]] = [
-    {"codec": "none"},
-    {"codec": "int8", "exempt": "none"},
-    {"codec": "lloyd2", "feedback": "classic"},
-    {"codec": "lloyd1:block=64", "feedback": "ef21"},
-    {"codec": "lloyd2"},
-    {"codec": "auto:2.5"},
-]
-
-
-@pytest.mark.parametrize("options", SCALED, ids=str)
-def test_a_gradient_scaler_skips_the_step_on_every_rank(ranks: RankPool, options: Mapping[str, Any]) -> None:
-    for moved, scales, fine in ranks(2).run(with_scaler, options):
-        assert moved == [True, True, False, True, True]
-        assert scales == [8.0, 8.0, 4.0, 4.0, 4.0]
-        assert fine
+    assert moved == [True, True, False, True, True]
+    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert same_everywhere(group, *model.parameters())

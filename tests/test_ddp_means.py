@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases import Range, assert_same, by_turns, digest, each_device, given, thorough, worlds
+from cases import Range, assert_same, by_turns, digest, each_device, given, on_ranks, thorough, worlds
 from ranks import RankPool
 from replicas import (
     CODED,
@@ -161,7 +161,8 @@ def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_code
         assert last < first
 
 
-def start_late(group: Group) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_compression_may_begin_under_way(group: Group) -> None:
     """Compression that begins in the middle of a run."""
     model, whole = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
     for step in range(3):
@@ -171,9 +172,5 @@ def start_late(group: Group) -> tuple[Tensor, Tensor]:
         backward(whole, draw(group.rank(), step))
     compress_ddp(model, "int8", exempt="none", feedback="none")
     gradients = draw(group.rank(), 3)
-    return flat(backward(model, gradients)), flat(backward(whole, gradients))
-
-
-def test_compression_may_begin_under_way(ranks: RankPool) -> None:
-    for late, scheduled in ranks(2).run(start_late):
-        assert_same(late, scheduled)
+    late, scheduled = flat(backward(model, gradients)), flat(backward(whole, gradients))
+    assert_same(late, scheduled)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire
-from cases import Range, digest, each_device, given, small_chunks
+from cases import Range, digest, each_device, given, on_ranks, small_chunks
 from ranks import RankPool
 from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, network, same_everywhere, wrap
 from thinwire import Lloyd, codec, compress_ddp
@@ -110,14 +110,10 @@ def test_exempt_parameters_keep_their_bits(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.complex128], ids=str)
-def test_gradients_of_any_dtype(ranks: RankPool, dtype: torch.dtype) -> None:
+@on_ranks(4)
+def test_gradients_of_any_dtype(group: Group, dtype: torch.dtype) -> None:
     """Some go across in lloyd4, some are exempt, one travels as it is; each is measured."""
-    for error, same in ranks(4).run(off_by_dtype, (2, 2), dtype):
-        assert same
-        assert error < 0.13  # lloyd4 loses 0.097 of a Gaussian
-
-
-def off_by_dtype(group: Group, shape: Shape, dtype: torch.dtype) -> tuple[float, bool]:
+    shape = (2, 2)
     shapes: Shapes = {"w": (70, 40), "b": (30,), "v": (50, 60)}
     model = wrap(Given(shapes, dtype), group, 1024.0)
     compress_ddp(model, "lloyd4", mesh=mesh_of(shape), policy={"v": "none"}, measure_every=1)
@@ -125,7 +121,9 @@ def off_by_dtype(group: Group, shape: Shape, dtype: torch.dtype) -> tuple[float,
     want = torch.stack([flat(draw(rank, 0, shapes, dtype)).to(torch.complex128) for rank in range(group.size())]).mean(
         0
     )
-    return float((got - want).norm() / want.norm()), same_everywhere(group, torch.view_as_real(got))
+    error, same = float((got - want).norm() / want.norm()), same_everywhere(group, torch.view_as_real(got))
+    assert same
+    assert error < 0.13  # lloyd4 loses 0.097 of a Gaussian
 
 
 def test_few_numbers_have_the_bits_of_many(ranks: RankPool) -> None:
@@ -142,7 +140,9 @@ def test_few_numbers_have_the_bits_of_many(ranks: RankPool) -> None:
 TRAINED: list[Any] = ["none", "lloyd4", {0: "none", 5: "int8", 10: "lloyd4"}, "auto", "auto:4.5"]
 
 
-def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
+@on_ranks(4)
+def test_models_learn_and_replicas_stay_alike(group: Group) -> None:
+    shape = (2, 2)
     mesh, found = mesh_of(shape), []
     for given_codec in TRAINED:
         model = wrap(network(), group)
@@ -150,19 +150,17 @@ def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
         losses = learn(model, torch.optim.Adam(model.parameters(), 3e-2), group.rank(), range(16))
         same = same_everywhere(group, *[p.data for p in model.parameters()])
         found.append((losses, same, handle.stats().feedback))
-    return found
+    (exact, *_), *others = found
+    for losses, same, feedback in others:
+        assert same
+        assert feedback == "none"
+        assert sum(losses[-5:]) < 1.5 * sum(exact[-5:]) < 0.5 * sum(losses[:5])
 
 
-def test_models_learn_and_replicas_stay_alike(ranks: RankPool) -> None:
-    for (exact, *_), *others in ranks(4).run(train, (2, 2)):
-        for losses, same, feedback in others:
-            assert same
-            assert feedback == "none"
-            assert sum(losses[-5:]) < 1.5 * sum(exact[-5:]) < 0.5 * sum(losses[:5])
-
-
-def resume(group: Group, shape: Shape) -> bool:
+@on_ranks(4, gives=True)
+def test_a_checkpoint_goes_on_with_the_same_bits(group: Group) -> bool:
     """Ten steps are five, a checkpoint, and five."""
+    shape = (2, 2)
     mesh, weights = mesh_of(shape), []
     for broken in (False, True):
         model = wrap(network(), group)
@@ -178,10 +176,6 @@ def resume(group: Group, shape: Shape) -> bool:
         learn(model, optimizer, group.rank(), range(5, 10))
         weights.append(digest(*[p.data for p in model.parameters()]))
     return weights[0] == weights[1]
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool) -> None:
-    assert all(ranks(4).run(resume, (2, 2)))
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -275,7 +269,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def refusals(group: Group) -> dict[str, str]:
+class _Half(DeviceMesh):
+    """A mesh of other ranks than DDP's."""
+
+    ndim = 2
+    mesh = torch.tensor([[0], [1]])
+
+    def __init__(self) -> None:  # makes no groups
+        pass
+
+
+@on_ranks(4)
+def test_misuse_is_refused_by_name(group: Group) -> None:
     """What is said of each, and that the ranks go on afterwards."""
     meshes: dict[Any, Any] = {"line": init_device_mesh("cpu", (4,)), "whole": mesh_of((2, 2))}
     meshes["half"] = _Half()
@@ -290,21 +295,6 @@ def refusals(group: Group) -> dict[str, str]:
             backward(model, draw(group.rank()))
         except (thinwire.CollectiveError, thinwire.CodecError, RuntimeError) as error:
             told[name] = str(error)
-    return told
-
-
-class _Half(DeviceMesh):
-    """A mesh of other ranks than DDP's."""
-
-    ndim = 2
-    mesh = torch.tensor([[0], [1]])
-
-    def __init__(self) -> None:  # makes no groups
-        pass
-
-
-def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
-    for told in ranks(4).run(refusals):
-        assert told.keys() == REFUSED.keys()
-        for name, (_, message) in REFUSED.items():
-            assert message in told[name], name
+    assert told.keys() == REFUSED.keys()
+    for name, (_, message) in REFUSED.items():
+        assert message in told[name], name

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cases import small_chunks, worlds
+from cases import on_ranks, small_chunks, worlds
 from ranks import RankPool
 from replicas import CODED, SHAPES, Given, Group, Shapes, backward, draw, wrap
 from thinwire import codec, compress_ddp
@@ -61,20 +61,16 @@ def test_statistics_make_sense(ranks: RankPool) -> None:
     assert (stats.steps, stats.bytes_sent, stats.ratio, stats.residual_bytes) == (2, 0, 1.0, 0)
 
 
-def exact_lanes(group: Group, dtype: torch.dtype) -> float | None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@on_ranks(3, rare=[2])
+def test_exact_lanes_of_any_dtype_are_measured(group: Group, dtype: torch.dtype) -> None:
     """The error at a step in which some parameters travel as they are."""
     model = wrap(Given({"w": (60, 50), "v": (50, 60)}, dtype), group, 1024.0)
     handle = compress_ddp(model, "lloyd4", policy={"v": "none"}, measure_every=1)
     for step in range(2):
         backward(model, draw(group.rank(), step, {"w": (60, 50), "v": (50, 60)}, dtype))
-    return handle.stats().relative_error
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@worlds(3, rare=[2])
-def test_exact_lanes_of_any_dtype_are_measured(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    for error in ranks(world).run(exact_lanes, dtype):
-        assert 0.05 < error < 0.1  # half of the squares lose 0.0095
+    error = handle.stats().relative_error
+    assert 0.05 < error < 0.1  # half of the squares lose 0.0095
 
 
 def errors_measured(group: Group, every: int) -> list[float | None]:
@@ -134,7 +130,8 @@ def test_scratch_is_a_wire_and_two_chunks(ranks: RankPool, world: int, algorithm
             assert 0 < used <= most
 
 
-def shown(group: Group) -> tuple[str, str, str, str, float]:
+@on_ranks(2)
+def test_a_handle_and_its_statistics_print(group: Group) -> None:
     """A handle and its statistics in print, before, after and at the end; and the ratio."""
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic", measure_every=1)
@@ -145,16 +142,11 @@ def shown(group: Group) -> tuple[str, str, str, str, float]:
     ratio = handle.stats().ratio
     used = str(handle)
     handle.close()
-    return fresh, used, str(handle), table, ratio
-
-
-def test_a_handle_and_its_statistics_print(ranks: RankPool) -> None:
-    for fresh, used, closed, table, ratio in ranks(2).run(shown):
-        assert fresh == "DDPState(codec='lloyd2', feedback='none', steps=0, ratio=1.00)"
-        assert used == f"DDPState(codec='lloyd2', feedback='classic', steps=3, ratio={ratio:.2f})"
-        assert closed.endswith(", closed)")
-        rows = {line.split()[0]: line for line in table.splitlines()}
-        assert list(rows) == ["codec", "steps", "bytes", "bits", "error", "seconds", "memory"]
-        assert "lloyd2, feedback classic" in rows["codec"]
-        assert f"{ratio:.2f} times fewer" in rows["bytes"]
-        assert "wire 0." in rows["seconds"]
+    assert fresh == "DDPState(codec='lloyd2', feedback='none', steps=0, ratio=1.00)"
+    assert used == f"DDPState(codec='lloyd2', feedback='classic', steps=3, ratio={ratio:.2f})"
+    assert str(handle).endswith(", closed)")
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert list(rows) == ["codec", "steps", "bytes", "bits", "error", "seconds", "memory"]
+    assert "lloyd2, feedback classic" in rows["codec"]
+    assert f"{ratio:.2f} times fewer" in rows["bytes"]
+    assert "wire 0." in rows["seconds"]

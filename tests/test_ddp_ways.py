@@ -32,6 +32,7 @@ from cases import (
     each_device,
     half_ulp,
     needs_cuda,
+    on_ranks,
     small_chunks,
     thorough,
     worlds,
@@ -249,7 +250,10 @@ def largest_gap(some: Result, others: Result) -> float:
     return max((float(gap.nan_to_num(math.inf)) for gap in gaps), default=0.0)
 
 
-def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tuple[Tensor, Tensor]:
+@each_device
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
+@on_ranks(2)
+def test_accumulated_gradients_travel_once(group: Group, options: Mapping[str, Any], device: Device) -> None:
     results = []
     for at_once in (False, True):
         model = wrap(Given(ready=READY), group, device=device)
@@ -264,14 +268,7 @@ def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tupl
                     model(*first).backward()
                 model(*second).backward()
         results.append(flat(grads_of(model)))
-    return results[0], results[1]
-
-
-@each_device
-@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
-def test_accumulated_gradients_travel_once(ranks: RankPool, options: Mapping[str, Any], device: Device) -> None:
-    for apart, together in ranks(2).run(accumulate, options, device):
-        assert_same(apart, together)
+    assert_same(*results)
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -329,7 +326,8 @@ def test_models_side_by_side_do_not_disturb_each_other(ranks: RankPool, world: i
     assert all(all(found) for found in ranks(world).run(side_by_side))
 
 
-def in_threads(group: Group) -> list[bool]:
+@on_ranks(2)
+def test_threads_train_models_at_the_same_time(group: Group) -> None:
     """Two models on two groups, each trained by a thread of its own."""
     groups, found = [dist.new_group(), dist.new_group()], {}
 
@@ -344,11 +342,7 @@ def in_threads(group: Group) -> list[bool]:
     for thread in threads:
         thread.join()
     DistributedDataParallel._active_ddp_module = None  # torch may keep one of them here, and ask it when it compiles
-    return [torch.equal(found[0], found[1])]
-
-
-def test_threads_train_models_at_the_same_time(ranks: RankPool) -> None:
-    assert all(all(found) for found in ranks(2).run(in_threads))
+    assert torch.equal(found[0], found[1])
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -415,7 +409,9 @@ class Late(nn.Module):
         return y.square().mean()
 
 
-def overlap(group: Group, options: Mapping[str, Any]) -> bool:
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"]], ids=str)
+@on_ranks(2, gives=True)
+def test_buckets_travel_while_backward_runs(group: Group, options: Mapping[str, Any]) -> bool:
     model = wrap(Late(), group)
     compress_ddp(model, **options)
     x, send = torch.randn(8, 40), transport.PairTransport.exchange
@@ -434,11 +430,6 @@ def overlap(group: Group, options: Mapping[str, Any]) -> bool:
             Hurdle.jump()
             model(x).backward()
     return same_everywhere(group, flat(grads_of(model)))
-
-
-@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"]], ids=str)
-def test_buckets_travel_while_backward_runs(ranks: RankPool, options: Mapping[str, Any]) -> None:
-    assert all(ranks(2).run(overlap, options))
 
 
 @contextlib.contextmanager
@@ -475,7 +466,8 @@ def test_delays_change_no_result(ranks: RankPool, world: int, name: str) -> None
 # --- beginning and end ------------------------------------------------------------------------------------------------
 
 
-def close_and_reopen(group: Group) -> dict[str, bool]:
+@on_ranks(2, rare=[3])
+def test_a_closed_model_is_plain_and_may_be_opened_again(group: Group) -> None:
     model, bare = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic")
     found = {}
@@ -498,16 +490,12 @@ def close_and_reopen(group: Group) -> dict[str, bool]:
     found["counts anew"] = again.stats().steps == 1
     handle.close()  # the old one has nothing to say any more
     found["still open"] = not torch.equal(flat(backward(model, gradients)), flat(backward(bare, gradients)))
-    return found
+    assert all(found.values()), found
 
 
-@worlds(2, rare=[3])
-def test_a_closed_model_is_plain_and_may_be_opened_again(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(close_and_reopen):
-        assert all(found.values()), found
-
-
-def copied(group: Group, how: str) -> dict[str, bool]:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2)
+def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(group: Group, how: str) -> None:
     """A copy of a compressed model, as an average of its weights is one: plain, until it is compressed itself."""
     mesh = init_device_mesh("cpu", (group.size(), 1))
     model, fresh, bare = (wrap(Given(), group) for _ in range(3))
@@ -523,16 +511,11 @@ def copied(group: Group, how: str) -> dict[str, bool]:
         compress_ddp(other, "int8", exempt="none")
     found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
     found["once"] = "already compressed" in message_of(lambda: compress_ddp(again, "int8"))
-    return found
+    assert all(found.values()), found
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(ranks: RankPool, how: str) -> None:
-    for found in ranks(2).run(copied, how):
-        assert all(found.values()), found
-
-
-def let_go(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_a_compressed_model_is_let_go(group: Group) -> bool:
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic")
     backward(model, draw(group.rank()))
@@ -540,10 +523,6 @@ def let_go(group: Group) -> bool:
     del model, handle
     gc.collect()
     return seen() is None
-
-
-def test_a_compressed_model_is_let_go(ranks: RankPool) -> None:
-    assert all(ranks(2).run(let_go))
 
 
 # One of every option; tests/test_policy.py has what else each of them refuses.
@@ -604,19 +583,16 @@ def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
         assert not {name: found[name] for name, w in told.items() if w not in found[name] or "!" in found[name][:20]}
 
 
-def late_adamax(group: Group) -> str:
+@on_ranks(2)
+def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(group: Group) -> None:
     """In front of Adam's kin topk asks for EF21, the user for residuals in bf16: known when it steps."""
     model = wrap(network(), group)
     optimizer = torch.optim.Adamax(model.parameters())
-    return message_of(
+    told = message_of(
         lambda: (
             compress_ddp(model, "topk", residual_dtype=torch.bfloat16),
             learn(model, optimizer, group.rank(), range(2)),
         )
     )
-
-
-def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(ranks: RankPool) -> None:
-    for told in ranks(2).run(late_adamax):
-        assert "residual_dtype" in told
-        assert "float32" in told
+    assert "residual_dtype" in told
+    assert "float32" in told

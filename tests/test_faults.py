@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns, in_time
+from cases import by_turns, in_time, on_ranks
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
@@ -288,7 +288,9 @@ def test_a_host_that_waits_for_a_stream_names_the_call(ranks: RankPool, verb: st
     assert found[2][1:] == ("None", "None")
 
 
-def start_late(group: Group, first: bool) -> str:
+@pytest.mark.parametrize("first", [False, True])
+@on_ranks(2)
+def test_a_connection_that_was_lost_before_a_call_is_told_in_it(group: Group, first: bool) -> None:
     """What is said of a call that starts when the connections are known to be closed."""
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(500), group=member, **HOW)
@@ -297,13 +299,8 @@ def start_late(group: Group, first: bool) -> str:
         channel_of(member, CPU).transport.close()
     dist.barrier()
     time.sleep(0.1)
-    return str(failure(lambda: thinwire.all_reduce(torch.ones(600 if first else 500), group=member, **HOW)))
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_a_connection_that_was_lost_before_a_call_is_told_in_it(ranks: RankPool, first: bool) -> None:
-    for text in ranks(2).run(start_late, first):
-        assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
+    text = str(failure(lambda: thinwire.all_reduce(torch.ones(600 if first else 500), group=member, **HOW)))
+    assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
 
 
 def interrupt(group: Group) -> tuple[str, float]:
@@ -486,7 +483,8 @@ def test_checksums_are_for_all_ranks(ranks: RankPool) -> None:
 # --- what a failure leaves --------------------------------------------------------------------------------------------
 
 
-def leave(group: Group) -> tuple[bool, bool, bool]:
+@on_ranks(2, gives=(True, True, True))
+def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
     """Whether tensor, group and thread end, when the caller has let go of everything but the error."""
     member = dist.new_group()
     x = torch.ones(500)
@@ -503,10 +501,6 @@ def leave(group: Group) -> tuple[bool, bool, bool]:
     dist.destroy_process_group(member)
     del x, member, work, future
     return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), line == 0
-
-
-def test_a_failure_keeps_nothing_alive(ranks: RankPool) -> None:
-    assert ranks(2).run(leave) == [(True, True, True)] * 2
 
 
 def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list[float]]:
@@ -545,7 +539,8 @@ def test_threads_end_with_the_groups_whoever_holds_them(ranks: RankPool, kind: s
 # --- callbacks, forks, and the end of a process -----------------------------------------------------------------------
 
 
-def call_back(group: Group) -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(group: Group) -> None:
     """A callback that waits for its own group, and one that only starts something."""
     member = dist.new_group()
     x = torch.ones(500)
@@ -560,16 +555,13 @@ def call_back(group: Group) -> tuple[str, list[float]]:
     work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
     work.get_future().then(waits).wait()
     later[1].wait()
-    return str(later[0]), later[1].result()[0][:2].tolist()
+    text, values = str(later[0]), later[1].result()[0][:2].tolist()
+    assert "a callback of a future waits for a collective of its own group" in text
+    assert values == [508.0, 508.0]
 
 
-def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(ranks: RankPool) -> None:
-    for text, values in ranks(2).run(call_back):
-        assert "a callback of a future waits for a collective of its own group" in text
-        assert values == [508.0, 508.0]
-
-
-def fork(group: Group) -> list[int]:
+@on_ranks(2, gives=[7, 7])
+def test_a_forked_child_is_told_that_the_group_is_not_its_own(group: Group) -> list[int]:
     """How children end that call the group of their parent: one that it has used, one that it has not."""
     thinwire.all_reduce(torch.ones(500), **HOW)
     found = []
@@ -581,10 +573,6 @@ def fork(group: Group) -> list[int]:
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     thinwire.all_reduce(torch.ones(500), **HOW)
     return found
-
-
-def test_a_forked_child_is_told_that_the_group_is_not_its_own(ranks: RankPool) -> None:
-    assert ranks(2).run(fork) == [[7, 7]] * 2
 
 
 EXIT = """

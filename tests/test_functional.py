@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import seeded, thorough, worlds
+from cases import on_ranks, seeded, thorough
 from ranks import RankPool
 from thinwire import functional as F  # noqa: N812
 from thinwire.errors import CollectiveError
@@ -173,16 +173,12 @@ def gradcheck_of_the_global_function(group: Group) -> list[str]:
     return failed
 
 
-def differentiate_twice(group: Group) -> Tensor:
+@on_ranks(2)
+def test_a_gradient_has_a_gradient(group: Group) -> None:
     x = torch.tensor([1.0, -2.0], requires_grad=True)
     (first,) = torch.autograd.grad(F.all_reduce(x**3, **NOTHING).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    return second
-
-
-def test_a_gradient_has_a_gradient(ranks: RankPool) -> None:
-    for second in ranks(2).run(differentiate_twice):
-        assert torch.equal(second, torch.tensor([12.0, -24.0]))  # 2 ranks * 6x
+    assert torch.equal(second, torch.tensor([12.0, -24.0]))  # 2 ranks * 6x
 
 
 # --- two codecs -------------------------------------------------------------------------------------------------------
@@ -222,18 +218,14 @@ def each_direction_has_its_own_codec(group: Group) -> list[str]:
     return wrong
 
 
-def same_as_the_verbs(group: Group) -> list[bool]:
+@on_ranks(3, rare=[2], gives=[True] * 3)
+def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(group: Group) -> list[bool]:
     x = torch.randn(1000, generator=seeded(group.rank()))
     y, grad, incoming = gradient(partial(F.all_reduce, codec="lloyd4", algorithm="two_phase", step=5), x, group.rank())
     how = {"codec": "lloyd4", "algorithm": "two_phase", "step": 5}
     thinwire.collectives.all_reduce(x, **how)
     thinwire.collectives.all_reduce(incoming, **how)
     return [torch.equal(y, x), torch.equal(grad, incoming), len({bytes(g.numpy()) for g in everyone(group, grad)}) == 1]
-
-
-@worlds(3, rare=[2])
-def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(same_as_the_verbs) == [[True] * 3] * world
 
 
 def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
@@ -256,7 +248,8 @@ def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
     return wrong
 
 
-def groups(group: Group) -> list[float]:
+@on_ranks(2, gives=[3.0, 3.0, 3.0, 1.0, 1.0])
+def test_groups_and_meshes(group: Group) -> list[float]:
     """Sums over the world named in every way, then over this rank alone."""
     mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("all", "self"))
     alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
@@ -265,19 +258,12 @@ def groups(group: Group) -> list[float]:
     return found + [F.all_reduce(x, group=g, **NOTHING).item() - group.rank() for g in (alone, mesh["self"])]
 
 
-def test_groups_and_meshes(ranks: RankPool) -> None:
-    assert ranks(2).run(groups) == [[3.0, 3.0, 3.0, 1.0, 1.0]] * 2
-
-
-def empty(group: Group) -> list[tuple[int, ...]]:
+@on_ranks(2, gives=[(0, 3), (0, 3), (0, 6), (0, 3), (0, 3)])
+def test_empty_tensors(group: Group) -> list[tuple[int, ...]]:
     x = torch.zeros(0, 3)
     results = [F.all_reduce(x), F.all_gather(x), F.all_gather(x, dim=1), F.reduce_scatter(x)]
     results.append(F.all_to_all_single(x, [0] * group.size(), [0] * group.size()))
     return [tuple(y.shape) for y in results]
-
-
-def test_empty_tensors(ranks: RankPool) -> None:
-    assert ranks(2).run(empty) == [[(0, 3), (0, 3), (0, 6), (0, 3), (0, 3)]] * 2
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -348,15 +334,12 @@ def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
     assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"]) == [[]] * 2
 
 
-def compare_inductor(group: Group) -> list[str]:
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@on_ranks(1, gives=[])
+def test_inductor_is_eager_byte_for_byte(group: Group) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports
         return compare_compiled(group, "inductor", ["all_reduce"])
-
-
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(1).run(compare_inductor) == [[]]
 
 
 def compiled_with_meshes_ops_and_codec_objects(group: Group) -> list[str]:
@@ -420,7 +403,8 @@ def test_compiled_follows_a_changing_step_and_codec(ranks: RankPool) -> None:
         assert graphs <= 3
 
 
-def compile_routed(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_compiled_with_splits_from_a_tensor(group: Group) -> bool:
     """MoE dispatch: how many rows go where is in a tensor, so no graph knows it."""
     torch._dynamo.reset()
     out_rows, in_rows = splits(group)
@@ -435,10 +419,6 @@ def compile_routed(group: Group) -> bool:
         y = torch.compile(dispatch, fullgraph=True, backend="aot_eager")(x, rows)
     y.sum().backward()
     return torch.equal(y, dispatch(x, rows)) and x.grad is not None
-
-
-def test_compiled_with_splits_from_a_tensor(ranks: RankPool) -> None:
-    assert ranks(2).run(compile_routed) == [True] * 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -460,7 +440,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-def refuse(group: Group, trace: bool) -> dict[str, str]:
+@pytest.mark.parametrize("trace", [False, True], ids=["eager", "traced"])
+@on_ranks(2)
+def test_misuse_is_refused_before_anything_is_sent(group: Group, trace: bool) -> None:
     """What each call says, eagerly or while it is traced."""
     said = {}
     for what, (call, _) in REFUSED.items():
@@ -473,16 +455,10 @@ def refuse(group: Group, trace: bool) -> dict[str, str]:
             RuntimeError,
         ) as error:  # the last is the compiler's, which quotes
             said[what] = str(error)
-    return said
-
-
-@pytest.mark.parametrize("trace", [False, True], ids=["eager", "traced"])
-def test_misuse_is_refused_before_anything_is_sent(ranks: RankPool, trace: bool) -> None:
-    for said in ranks(2).run(refuse, trace):
-        for what, (_, message) in REFUSED.items():
-            assert what in said, f"{what} was not refused"
-            with pytest.raises(ValueError, match=message):
-                raise ValueError(said[what])
+    for what, (_, message) in REFUSED.items():
+        assert what in said, f"{what} was not refused"
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(said[what])
 
 
 def refuse_mesh(group: Group) -> str:

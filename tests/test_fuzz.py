@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cases
-from cases import CPU, Place
-from ranks import RankPool
+from cases import CPU, Place, on_ranks
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
 
 CODECS = [
@@ -170,15 +169,12 @@ def torture(rounds: int) -> None:
             assert len(spoiled) == 1, f"{codec} took a broken header"  # the key of a wire alone is any
 
 
-def tortured(group: dist.ProcessGroup) -> None:
+@on_ranks(1)
+def test_no_wire_crashes_the_process(group: dist.ProcessGroup) -> None:
+    """A rank that died would be told of."""
     for name in cases.SERVING:
         with use_backend(name):
             torture(400 if name in cases.OTHERS else 25)
-
-
-def test_no_wire_crashes_the_process(ranks: RankPool) -> None:
-    """A rank that died would be told of."""
-    ranks(1).run(tortured)
 
 
 # --- headers and lengths ----------------------------------------------------------------------------------------------

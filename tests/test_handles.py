@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import thinwire
-from cases import assert_same, by_turns, digest, heard
+from cases import assert_same, by_turns, digest, heard, on_ranks
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
@@ -46,7 +46,8 @@ class Around(nn.Module):
         return self._forward_module(*args)
 
 
-def ways_in(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_a_ddp_model_is_found_inside_what_wraps_it(group: Group) -> list[str]:
     """Of a DDP model in every wrapper: the ones whose gradients are not those of the model itself."""
     made = {
         "itself": lambda: wrap(Given(), group),
@@ -62,10 +63,6 @@ def ways_in(group: Group) -> list[str]:
         assert handle.stats().ratio > 3, name
         assert not any("_forward_module" in parameter for row in handle.state_dict()["layout"] for parameter in row)
     return [name for name, gradients in found.items() if not torch.equal(gradients, found["itself"])]
-
-
-def test_a_ddp_model_is_found_inside_what_wraps_it(ranks: RankPool) -> None:
-    assert ranks(2).run(ways_in) == [[]] * 2
 
 
 def test_names_lose_wrappers_and_nothing_else() -> None:
@@ -503,7 +500,9 @@ def fields_of(value: Any) -> Iterator[tuple[list[Any], Any]]:
             yield from (([key, *path], inner) for path, inner in fields_of(held))
 
 
-def damaged(group: Group, kind: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", STATES)
+@on_ranks(2)
+def test_a_damaged_state_is_refused_and_changes_nothing(group: Group, kind: str) -> None:
     """How many damaged states there are; those that are loaded, change something, or are rejected in other words."""
     handle, model = run_of(group, kind)
     state = copy.deepcopy(handle.state_dict())
@@ -524,11 +523,6 @@ def damaged(group: Group, kind: str) -> tuple[int, list[str]]:
         if bits([handle.state_dict(), model.state_dict()]) != before:
             found.append(f"{name}: changed")
     handle.load_state_dict(state)
-    return count, found if bits([handle.state_dict(), model.state_dict()]) == before else [*found, "the state itself"]
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool, kind: str) -> None:
-    for count, found in ranks(2).run(damaged, kind):
-        assert not found, "\n".join(found)
-        assert count > 200
+    assert bits([handle.state_dict(), model.state_dict()]) == before, "the state itself"
+    assert not found, "\n".join(found)
+    assert count > 200

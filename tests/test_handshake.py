@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import in_time
+from cases import in_time, on_ranks
 from ranks import RankPool
 from thinwire.collectives import failures, transport
 from thinwire.collectives.channel import channel_of
@@ -108,14 +108,11 @@ def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPoo
         assert len({answer[both][0] for answer in answers}) == 1, both
 
 
-def which_ranks(group: Group) -> str:
-    return said(lambda: thinwire.all_reduce(torch.ones(70 + (group.rank() == 1)), **BASE))
-
-
-def test_the_error_says_which_ranks_called_what(ranks: RankPool) -> None:
-    for text in ranks(4).run(which_ranks):
-        assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
-        assert "rank 1 called all_reduce(numel=71" in text
+@on_ranks(4)
+def test_the_error_says_which_ranks_called_what(group: Group) -> None:
+    text = said(lambda: thinwire.all_reduce(torch.ones(70 + (group.rank() == 1)), **BASE))
+    assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
+    assert "rank 1 called all_reduce(numel=71" in text
 
 
 def in_a_part(group: Group) -> tuple[str, str]:
@@ -172,7 +169,8 @@ def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPoo
     assert all(second.startswith("DisagreementError") for _, second in answers[1:])
 
 
-def same_text_other_spelling(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_ranks_may_spell_one_call_differently(group: Group) -> bool:
     """One rank names the codec, the other makes it; one has a row, the other a matrix."""
     member = dist.new_group()
     for turn in range(3):
@@ -185,14 +183,11 @@ def same_text_other_spelling(group: Group) -> bool:
     return True
 
 
-def test_ranks_may_spell_one_call_differently(ranks: RankPool) -> None:
-    assert all(ranks(2).run(same_text_other_spelling))
-
-
 # --- the debug mode ---------------------------------------------------------------------------------------------------
 
 
-def debugged(group: Group) -> list[str]:
+@on_ranks(2)
+def test_the_debug_mode_compares_every_call(group: Group) -> None:
     """Both calls are known by the time they are mixed up."""
     os.environ["THINWIRE_DEBUG"] = "1"
     try:
@@ -213,16 +208,12 @@ def debugged(group: Group) -> list[str]:
         thinwire.all_reduce(torch.ones(100), **how)
     finally:
         del os.environ["THINWIRE_DEBUG"]
-    return found
-
-
-def test_the_debug_mode_compares_every_call(ranks: RankPool) -> None:
-    for lengths, splits, plain in ranks(2).run(debugged):
-        for text in (lengths, plain):
-            assert "rank 0 called all_reduce(numel=100" in text
-            assert "rank 1 called all_reduce(numel=200" in text
-        assert "sends" in splits
-        assert "expects" in splits
+    lengths, splits, plain = found
+    for text in (lengths, plain):
+        assert "rank 0 called all_reduce(numel=100" in text
+        assert "rank 1 called all_reduce(numel=200" in text
+    assert "sends" in splits
+    assert "expects" in splits
 
 
 def half_debugged(group: Group) -> str:
@@ -305,7 +296,8 @@ def test_handshakes_leave_nothing_in_the_store(ranks: RankPool, mode: str) -> No
         assert after == before
 
 
-def shakes(group: Group) -> tuple[int, int, int]:
+@on_ranks(2, gives=(1, 2, 2))
+def test_only_the_first_call_of_a_kind_shakes_hands(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
     member = dist.new_group()
     counts = [0]
@@ -322,7 +314,3 @@ def shakes(group: Group) -> tuple[int, int, int]:
 
     with patch.object(Handshake, "check", counting):
         return after(50, 4), after(60, 1), after(60, 3)
-
-
-def test_only_the_first_call_of_a_kind_shakes_hands(ranks: RankPool) -> None:
-    assert ranks(2).run(shakes) == [(1, 2, 2)] * 2

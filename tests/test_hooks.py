@@ -35,6 +35,7 @@ from cases import (
     half_ulp,
     needs_cuda,
     no_host_sync,
+    on_ranks,
     over,
     seeded,
     small_chunks,
@@ -203,16 +204,13 @@ def test_a_bucket_of_several_chunks(ranks: RankPool, world: int) -> None:
         assert told[0][1] <= lost(name, world) + (world + 3) * half_ulp(torch.float32), name
 
 
-def run_complex(group: Group, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@on_ranks(3, gives=[])
+def test_a_complex_bucket_is_its_real_and_imaginary_parts(group: Group, dtype: torch.dtype) -> list[str]:
     """Hooks that treat a complex bucket unlike its real and imaginary parts."""
     pairs = given(600, group.rank(), torch.float64 if dtype == torch.complex128 else torch.float32).view(300, 2)
     results = {name: run_hook(hook, torch.view_as_complex(pairs)) for name, hook in HOOKS.items()}
     return [name for name, y in results.items() if digest(y) != digest(run_hook(HOOKS[name], pairs))]
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_complex_bucket_is_its_real_and_imaginary_parts(ranks: RankPool, dtype: torch.dtype) -> None:
-    assert ranks(3).run(run_complex, dtype) == [[]] * 3
 
 
 # --- what torch's hooks get wrong -------------------------------------------------------------------------------------
@@ -392,7 +390,9 @@ def failing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def wrap_others(group: Group) -> list[str]:
+@on_ranks(2, rare=[3], gives=[])
+def test_wrappers_run_any_hook_in_sixteen_bits(group: Group) -> list[str]:
+    """run_hook asks for the input dtype back, where torch's future holds 16 bits."""
     wrong = []
     for wrapper, dtype in ((hooks.fp16_compress_wrapper, torch.float16), (hooks.bf16_compress_wrapper, torch.bfloat16)):
         x, seen = torch.randn(50, generator=seeded(group.rank())).double(), []
@@ -412,12 +412,6 @@ def wrap_others(group: Group) -> list[str]:
     return wrong
 
 
-@worlds(2, rare=[3])
-def test_wrappers_run_any_hook_in_sixteen_bits(ranks: RankPool, world: int) -> None:
-    """run_hook asks for the input dtype back, where torch's future holds 16 bits."""
-    assert ranks(world).run(wrap_others) == [[]] * world
-
-
 def recording_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     """A user's hook whose answer does not depend on the bucket, which it keeps as it saw it."""
     state["seen"] = bucket.buffer().clone()
@@ -426,8 +420,9 @@ def recording_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def wrap_recording(group: Group) -> None:
-    """Whatever the world: the inner hook sees the plain cast, and its answer is the result."""
+@on_ranks(1, 2, rare=[3, 4])
+def test_a_wrapped_hook_sees_the_plain_cast_and_its_answer_is_given(group: Group) -> None:
+    """In every world, as with torch's wrappers; only the dtype of the future differs."""
     x = torch.tensor([5e4, -7e4, 1 / 3, 2.0**-25, 0.0, -0.0, math.inf, math.nan]) * (1 + group.rank())
     wrappers = {torch.float16: "fp16_compress_wrapper", torch.bfloat16: "bf16_compress_wrapper"}
     for dtype, name in wrappers.items():
@@ -440,33 +435,20 @@ def wrap_recording(group: Group) -> None:
             assert_same(got.to(dtype), answer, f"{module.__name__}.{name}: given")
 
 
-@worlds(1, 2, rare=[3, 4])
-def test_a_wrapped_hook_sees_the_plain_cast_and_its_answer_is_given(ranks: RankPool, world: int) -> None:
-    """As torch's wrappers do, but for the dtype of the future."""
-    ranks(world).run(wrap_recording)
-
-
-def round_ties(group: Group) -> dict[str, Tensor]:
-    """Numbers between two bfloat16, cast by whatever casts: halves of a last place and what lies beside them."""
+@on_ranks(1, 4, rare=[2])
+def test_bfloat16_rounds_halves_to_even(group: Group) -> None:
+    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
     tie = 1 + torch.arange(9) * 2.0**-9
     x = torch.cat([tie, -tie, tie * 2.0**120, -tie * 2.0**-100])
     gathered = [torch.empty_like(x) for _ in range(group.size())]
     auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, x)
-    return {
-        "x": x,
+    found = {
         "auto_quantize": gathered[-1],
         "hook": run_hook(hooks.bf16_compress_hook, x),
         "wrapper": run_hook(hooks.bf16_compress_wrapper(hooks.allreduce_hook), x),
     }
-
-
-@worlds(1, 4, rare=[2])
-def test_bfloat16_rounds_halves_to_even(ranks: RankPool, world: int) -> None:
-    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
-    for found in ranks(world).run(round_ties):
-        x = found.pop("x")
-        for name, y in found.items():
-            assert_same(y, x if world == 1 and name != "wrapper" else x.bfloat16().float(), name)
+    for name, y in found.items():
+        assert_same(y, x if group.size() == 1 and name != "wrapper" else x.bfloat16().float(), name)
 
 
 def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
@@ -703,7 +685,8 @@ def test_groups_side_by_side(ranks: RankPool, some: list[str]) -> None:
 DENSE = [name for name in HOOKS if name != "allreduce"]
 
 
-def send_sparse(group: Group) -> list[str]:
+@on_ranks(2)
+def test_compressed_hooks_refuse_sparse_gradients(group: Group) -> None:
     """What hooks say to sparse gradients, in buckets and in pairs."""
     said = []
     for name in DENSE:
@@ -717,12 +700,7 @@ def send_sparse(group: Group) -> list[str]:
         with pytest.raises(CollectiveError) as told:
             hook(None, (torch.eye(3).to_sparse(), torch.eye(3)))
         said.append(str(told.value))
-    return said
-
-
-def test_compressed_hooks_refuse_sparse_gradients(ranks: RankPool) -> None:
-    for said in ranks(2).run(send_sparse):
-        assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
+    assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
 
 
 def train_sparse(group: Group) -> list[list[Tensor]]:
@@ -761,8 +739,9 @@ def test_a_state_that_is_no_group_is_refused() -> None:
 # --- the compiled path ------------------------------------------------------------------------------------------------
 
 
-def run_pairs(group: Group) -> list[str]:
-    """Hooks that do not do to a (grad, param) pair, whatever its strides, what they do to a bucket."""
+@on_ranks(1, 2, rare=[3], gives=[])
+def test_a_pair_is_reduced_in_place(group: Group) -> list[str]:
+    """Hooks that do something else to a (grad, param) pair than to a bucket; some of torch's take no pairs."""
     wrong = []
     for name, hook in HOOKS.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
@@ -775,13 +754,8 @@ def run_pairs(group: Group) -> list[str]:
     return wrong
 
 
-@worlds(1, 2, rare=[3])
-def test_a_pair_is_reduced_in_place(ranks: RankPool, world: int) -> None:
-    """torch's allreduce_hook and quantisation hooks take none."""
-    assert ranks(world).run(run_pairs) == [[]] * world
-
-
-def run_conjugates(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_a_conjugated_gradient_is_reduced_in_place(group: Group) -> list[str]:
     """Autograd leaves such gradients: views that conjugate when they are read."""
     x, wrong = gradients_of([((6, 9), torch.complex64)], group.rank(), 0)[0], []
     for name, hook in HOOKS.items():
@@ -793,11 +767,11 @@ def run_conjugates(group: Group) -> list[str]:
     return wrong
 
 
-def test_a_conjugated_gradient_is_reduced_in_place(ranks: RankPool) -> None:
-    assert ranks(2).run(run_conjugates) == [[]] * 2
-
-
-def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, list(HOOKS)[::2]), *thorough((2, list(HOOKS)[1::2]), (3, ["bf16(perchannel)"]))]
+)
+@on_ranks(gives=[])
+def test_pairs_trace_without_a_break(group: Group, names: list[str]) -> list[str]:
     """Hooks whose traced result is not the eager one; by turns with the world's group named and not."""
     wrong = []
     for i, name in enumerate(names):
@@ -812,13 +786,6 @@ def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
         if digest(call(traced)) != digest(x) or digest(traced) != digest(x):
             wrong.append(name)
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("world", "names"), [(2, list(HOOKS)[::2]), *thorough((2, list(HOOKS)[1::2]), (3, ["bf16(perchannel)"]))]
-)
-def test_pairs_trace_without_a_break(ranks: RankPool, world: int, names: list[str]) -> None:
-    assert ranks(world).run(compile_pairs, names) == [[]] * world
 
 
 @contextmanager
@@ -868,24 +835,9 @@ def test_gradients_of_fsdp1_are_refused(name: str) -> None:
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def train_on_gpu(group: Group, backend: str) -> list[str]:
-    """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
-    wrong: list[str] = []
-    torch.cuda.set_device(CUDA)
-    members = dist.new_group(backend=backend)
-    for name, hook in HOOKS.items():
-        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
-        model.register_comm_hook(members, hook)
-        for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
-            model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()
-            got = [g.cpu() for g in taken(model) if g is not None]
-            if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
-                wrong.append(name)
-    dist.destroy_process_group(members)
-    return wrong
-
-
-def run_without_sync(group: Group) -> list[str]:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
+@on_ranks(gives=[])
+def test_no_hook_waits_for_the_gpu(group: Group) -> list[str]:
     """Hooks that make the host wait for the GPU, as torch's quantisation hooks do for every bucket."""
     wrong: list[str] = []
     torch.cuda.set_device(CUDA)
@@ -903,13 +855,22 @@ def run_without_sync(group: Group) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
-def test_no_hook_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(run_without_sync) == [[]]
-
-
 @pytest.mark.parametrize(
     ("backend", "world"), [pytest.param("nccl", 1, marks=needs_cuda), pytest.param("gloo", 2, marks=needs_cuda)]
 )
-def test_ddp_on_a_gpu(ranks: RankPool, backend: str, world: int) -> None:
-    assert ranks(world).run(train_on_gpu, backend) == [[]] * world
+@on_ranks(gives=[])
+def test_ddp_on_a_gpu(group: Group, backend: str) -> list[str]:
+    """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
+    wrong: list[str] = []
+    torch.cuda.set_device(CUDA)
+    members = dist.new_group(backend=backend)
+    for name, hook in HOOKS.items():
+        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
+        model.register_comm_hook(members, hook)
+        for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
+            model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()
+            got = [g.cpu() for g in taken(model) if g is not None]
+            if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
+                wrong.append(name)
+    dist.destroy_process_group(members)
+    return wrong

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, thorough
+from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, on_ranks, thorough
 from ranks import RankPool
 from thinwire.qat import LearnableFakeQuantize, fake_quantize, ops
 
@@ -801,15 +801,12 @@ def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile:
     assert results[0][0] != results[0][1]
 
 
-def widest(group: dist.ProcessGroup) -> list[float]:
+@on_ranks(3, gives=[-3.0, 2.0])
+def test_ranks_of_ddp_see_each_others_batches(group: dist.ProcessGroup) -> list[float]:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
     ddp = DistributedDataParallel(torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1)))
     ddp(torch.tensor([[-1.0 - group.rank()], [2.0]]))
     return [quantizer.activation_post_process.min_val.item(), quantizer.activation_post_process.max_val.item()]
-
-
-def test_ranks_of_ddp_see_each_others_batches(ranks: RankPool) -> None:
-    assert ranks(3).run(widest) == [[-3.0, 2.0]] * 3
 
 
 def apart_then_together(group: dist.ProcessGroup) -> tuple[float, float]:
@@ -837,18 +834,15 @@ def test_channels_must_be_known_before_ddp(ranks: RankPool) -> None:
     assert len(set(ranks(2).run(unfitted_in_ddp))) == 1
 
 
-def compiled_in_ddp(group: dist.ProcessGroup) -> bool:
+@pytest.mark.thorough
+@on_ranks(2, gives=True)
+def test_ranks_agree_when_compiled(group: dist.ProcessGroup) -> bool:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
     model = torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1))
     run = torch.compile(model, backend="eager", fullgraph=True)
     run(torch.ones(2, 1))  # compiled once without DDP
     DistributedDataParallel(run)(torch.tensor([[-1.0 - group.rank()], [2.0]]))
     return quantizer.activation_post_process.min_val.item() == -2
-
-
-@pytest.mark.thorough
-def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
-    assert ranks(2).run(compiled_in_ddp) == [True, True]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

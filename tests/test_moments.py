@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import thinwire
-from cases import assert_same
+from cases import assert_same, on_ranks
 from ranks import RankPool
 from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
 from thinwire.integrations import sync
@@ -142,7 +142,8 @@ def test_moments_that_differ_between_ranks_are_not_used(ranks: RankPool) -> None
         assert not torch.equal(found[0], expected[0] * roots[0])
 
 
-def replaced(group: Group) -> tuple[list[str], bool, bool]:
+@on_ranks(2, gives=(["none", "none+moments", "none+moments"], True, True))
+def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(group: Group) -> tuple[list[str], bool, bool]:
     """An optimiser is replaced under way: what travels before and after, and whether the old one is gone."""
     model = wrap(network(), group, WHOLE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -158,15 +159,13 @@ def replaced(group: Group) -> tuple[list[str], bool, bool]:
     return kinds, old() is None, same_everywhere(group, flat(list(model.parameters())))
 
 
-def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(ranks: RankPool) -> None:
-    assert ranks(2).run(replaced) == [(["none", "none+moments", "none+moments"], True, True)] * 2
-
-
 def test_weighing_can_be_left_out(ranks: RankPool) -> None:
     assert [answer[3] for answer in ranks(2).run(means, False, "none")] == ["none", "none"]
 
 
-def after_join(group: Group, by_hand: bool) -> list[bool]:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
+@on_ranks(2)
+def test_moments_that_differ_after_a_join_are_not_used(group: Group, by_hand: bool) -> None:
     """Whether ranks have the same gradients before, and after, they have taken different numbers of steps."""
     model = wrap(network(), group, WHOLE)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -183,13 +182,7 @@ def after_join(group: Group, by_hand: bool) -> list[bool]:
             learn(model, optimizer, group.rank(), range(10 * epoch, 10 * epoch + 2 + 2 * group.rank()))
     learn(model, optimizer, group.rank(), range(30, 32))
     found.append(same_everywhere(group, *(p.grad for p in model.parameters() if p.grad is not None)))
-    return [*found, state.stats().feedback == "none"]
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
-def test_moments_that_differ_after_a_join_are_not_used(ranks: RankPool, by_hand: bool) -> None:
-    for found in ranks(2).run(after_join, by_hand):
-        assert found == [True, True, True]
+    assert [*found, state.stats().feedback] == [True, True, "none"]
 
 
 REMEMBERED: list[dict[str, Any]] = [
@@ -200,8 +193,12 @@ REMEMBERED: list[dict[str, Any]] = [
 ]
 
 
-def remembered(group: Group) -> list[tuple[str, float]]:
-    """What travels after some steps of Adam, and the largest gradient until then, over that without compression."""
+@on_ranks(2)
+def test_what_is_remembered_is_in_no_units(group: Group) -> None:
+    """Feedback in units that grow with what it sends would have no end: gradients a million times as large in 6 steps.
+
+    In units, the second gradient of Adam's is some times too large: its moments are those of one step.
+    """
     found = []
     for options in [{"codec": "none"}, *REMEMBERED]:
         model = wrap(network(), group, WHOLE)
@@ -213,17 +210,8 @@ def remembered(group: Group) -> list[tuple[str, float]]:
             most = max(most, *(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
         found.append((handle.stats().feedback, most))
     (_, exact), *rest = found
-    return [(feedback, most / exact) for feedback, most in rest]
-
-
-def test_what_is_remembered_is_in_no_units(ranks: RankPool) -> None:
-    """Feedback in units that grow with what it sends would have no end: gradients a million times as large in 6 steps.
-
-    In units, the second gradient of Adam's is some times too large: its moments are those of one step.
-    """
-    for found in ranks(2).run(remembered):
-        assert [feedback for feedback, _ in found] == ["ef21", "classic", "ef21", "ef21+moments"]
-        assert max(most for _, most in found) < 10
+    assert [feedback for feedback, _ in rest] == ["ef21", "classic", "ef21", "ef21+moments"]
+    assert max(most for _, most in rest) < 10 * exact
 
 
 def asked(group: Group, feedback: Any) -> int:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import thinwire
-from cases import CPU, assert_same, decoded, digest, given, no_host_sync, seeded, shifted, wire_of
+from cases import CPU, assert_same, decoded, digest, given, no_host_sync, on_ranks, seeded, shifted, wire_of
 from ranks import RankPool
 from replicas import (
     CAP,
@@ -430,8 +430,11 @@ def test_long_sums_on_a_mesh_round_three_times(ranks: RankPool, world: int) -> N
     check_long(ranks, world, ["hierarchical"], LENGTHS[:2], torch.float32)
 
 
-def long_verbs(group: Group, numel: int) -> dict[str, float]:
+@each_world
+@on_ranks()
+def test_long_copies_lose_one_rounding(group: Group) -> None:
     """Errors of the other verbs. For rank r, others have their numbers rolled on by r."""
+    numel = 1_000_003
     place = on_nccl(group)
     rank, world = place.rank, place.world
     mine = gaussian(place, numel)
@@ -455,14 +458,8 @@ def long_verbs(group: Group, numel: int) -> dict[str, float]:
             x = mine.clone()
             thinwire.broadcast(x, source, **how)
             found[f"{codec} broadcast from {source}"] = lost(x, every[source])
-    return found
-
-
-@each_world
-def test_long_copies_lose_one_rounding(ranks: RankPool, world: int) -> None:
-    for answer in ranks(world).run(long_verbs, 1_000_003):
-        for case, error in answer.items():
-            assert 0 < error <= bound(case.split()[0], 1), case
+    for case, error in found.items():
+        assert 0 < error <= bound(case.split()[0], 1), case
 
 
 # --- a mesh -----------------------------------------------------------------------------------------------------------
@@ -637,7 +634,28 @@ def test_callbacks_see_the_outputs(ranks: RankPool, world: int) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def on_streams(group: Group) -> list[str]:
+@each_world
+@on_ranks(gives=[])
+def test_a_new_thread_makes_a_known_call(group: Group) -> list[str]:
+    """What differs where a known call is the first thing that a thread asks of CUDA."""
+    place = on_nccl(group)
+    wrong = []
+    for algorithm in SUMS:
+        how: Any = {"codec": "lloyd4", "algorithm": algorithm, "step": 1, "group": place.group}
+        want, x = gaussian(place, 5003), gaussian(place, 5003)
+        for _ in range(2):
+            thinwire.all_reduce(want.copy_(x), **how)
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
+        thread.start()
+        thread.join()
+        wrong += [algorithm] * (not torch.equal(x, want))
+    return wrong
+
+
+@each_world
+@on_ranks(gives=[])
+def test_calls_follow_the_streams_they_are_made_on(group: Group) -> list[str]:
     """Calls on the current stream and on another, behind work that takes long, whose results are used at once."""
     place = on_nccl(group)
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -665,33 +683,6 @@ def on_streams(group: Group) -> list[str]:
     return wrong
 
 
-def in_a_new_thread(group: Group) -> list[str]:
-    """What differs where a known call is the first thing that a thread asks of CUDA."""
-    place = on_nccl(group)
-    wrong = []
-    for algorithm in SUMS:
-        how: Any = {"codec": "lloyd4", "algorithm": algorithm, "step": 1, "group": place.group}
-        want, x = gaussian(place, 5003), gaussian(place, 5003)
-        for _ in range(2):
-            thinwire.all_reduce(want.copy_(x), **how)
-        torch.cuda.synchronize()
-        thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
-        thread.start()
-        thread.join()
-        wrong += [algorithm] * (not torch.equal(x, want))
-    return wrong
-
-
-@each_world
-def test_a_new_thread_makes_a_known_call(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(in_a_new_thread) == [[]] * world
-
-
-@each_world
-def test_calls_follow_the_streams_they_are_made_on(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(on_streams) == [[]] * world
-
-
 def without_sync(group: Group) -> list[str]:
     """Calls that make the host wait once the ranks know them."""
     place = on_nccl(group)
@@ -717,7 +708,9 @@ def test_no_call_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(without_sync) == [[]] * world
 
 
-def steps_without_sync(group: Group) -> list[str]:
+@each_world
+@on_ranks(gives=[])
+def test_no_step_of_ddp_waits_for_the_gpu(group: Group) -> list[str]:
     """Kinds of DDP whose steps make the host wait, from the fourth on."""
     place = on_nccl(group)
     wrong = []
@@ -736,11 +729,6 @@ def steps_without_sync(group: Group) -> list[str]:
                 wrong.append(f"{options}, step {step}: {error}")
     torch.cuda.synchronize()
     return wrong
-
-
-@each_world
-def test_no_step_of_ddp_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(steps_without_sync) == [[]] * world
 
 
 # --- what a known call takes ------------------------------------------------------------------------------------------

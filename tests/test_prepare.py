@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import each_device, no_host_sync, seeded, worlds
+from cases import each_device, no_host_sync, on_ranks, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantizedLayer
@@ -502,7 +502,8 @@ def test_ranks_train_alike(ranks: RankPool, world: int, wrapper: str, when: str)
         torch.testing.assert_close(found[0][name], value, rtol=1e-13, atol=1e-14)
 
 
-def refuse(group: Group) -> list[str]:
+@on_ranks(2)
+def test_fsdp2_before_the_start(group: Group) -> None:
     model, plain = fully_shard(qat.prepare(small())), fully_shard(small())
     messages = []
     for attempt in (lambda: model(data(1)[0]), lambda: qat.prepare(plain)):
@@ -511,10 +512,6 @@ def refuse(group: Group) -> list[str]:
         messages.append(str(caught.value))
     with pytest.raises(ValueError, match=r"model\.module"):
         qat.prepare(DistributedDataParallel(small()))
-    return messages
-
-
-def test_fsdp2_before_the_start(ranks: RankPool) -> None:
-    for forward, prepare in ranks(2).run(refuse):
-        assert "run qat.calibrate(model, batches) before fully_shard" in forward
-        assert "sharded already" in prepare
+    forward, prepare = messages
+    assert "run qat.calibrate(model, batches) before fully_shard" in forward
+    assert "sharded already" in prepare

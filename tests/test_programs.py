@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import thinwire
-from cases import CPU, assert_same, digest, thorough, worlds
+from cases import CPU, assert_same, digest, on_ranks, thorough, worlds
 from ranks import RankPool
 from replicas import Group
 from rowed import RowedTransport, anew, rowed
@@ -238,7 +238,8 @@ def test_scratch_that_grows_is_held_by_nobody() -> None:
     assert small.views(space).data_ptr() == large.views(space).data_ptr() == space.buffer.data_ptr()
 
 
-def misused(group: Group) -> list[str]:
+@on_ranks(2, gives=["4.00"])
+def test_what_was_remembered_is_not_misused(group: Group) -> list[str]:
     """What goes wrong when a call whose like was made before is given something else."""
     with rowed():
         how: Any = {"group": group, "codec": "int8", "algorithm": "compressed", "step": 0}
@@ -256,7 +257,3 @@ def misused(group: Group) -> list[str]:
         with pytest.raises(CollectiveError, match="RuntimeError: lost"):
             thinwire.all_reduce(torch.ones(64), group=group, codec="int8", algorithm="one_shot", step=0)
     return [f"{leaf.detach()[0].item():.2f}"]
-
-
-def test_what_was_remembered_is_not_misused(ranks: RankPool) -> None:
-    assert ranks(2).run(misused) == [["4.00"], ["4.00"]]

@@ -2,12 +2,14 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cases import on_ranks
 from programs import Ended
 from ranks import RankPool
 
@@ -138,6 +140,28 @@ def test_a_failure_does_not_wait_for_those_it_left_hanging(ranks: RankPool, monk
 def test_a_dead_rank_is_named(ranks: RankPool) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)failed on rank 1.*died with exit status -6.*in die_on_one"):
         ranks(2).run(die_on_one)
+
+
+@on_ranks(1, 3)
+def test_a_body_runs_on_every_rank_of_its_world(group: dist.ProcessGroup, world: int) -> int:
+    assert group.size() == world
+    return world
+
+
+@on_ranks(2, gives=0)
+def number(group: dist.ProcessGroup) -> int:
+    return group.rank()
+
+
+@on_ranks(2)
+def not_agreed(group: dist.ProcessGroup) -> int:
+    return group.rank()
+
+
+@pytest.mark.parametrize("body", [number, not_agreed])
+def test_a_body_that_returns_something_else_fails(ranks: RankPool, body: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match=r"expected 0 on all ranks, got \{1: 1\}"):
+        body(ranks=ranks)
 
 
 ENDS_AT_ONCE = """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, seeded, small_chunks, worlds
+from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, on_ranks, seeded, small_chunks, worlds
 from ranks import RankPool
 from replicas import Group, message_of
 from test_nccl import OWN, Outputs, Place
@@ -213,7 +213,8 @@ def check_owed(answers: Sequence[tuple[list[Tensor], list[Tensor], list[bool], b
             assert (totals[lane] + owed - torch.stack(drawings).sum(0) / world).abs().max() < slack
 
 
-def copied(group: Group) -> list[float]:
+@on_ranks(3, rare=[2, 4])
+def test_a_copy_comes_closer_and_keeps_no_nan(group: Group) -> None:
     """How far from everybody's numbers all_gather_into_tensor is with a copy: at first, with a NaN, and thereafter."""
     known = thinwire.RowCopy()
     found = []
@@ -225,16 +226,11 @@ def copied(group: Group) -> list[float]:
         thinwire.all_gather_into_tensor(out, own, group, codec="int4:block=40", feedback=known, step=step)
         want = torch.cat([drawn(300, rank, min(step, 1)) for rank in range(group.size())])
         found.append(float((out - want).norm() / want.norm()))
-    return found
-
-
-@worlds(3, rare=[2, 4])
-def test_a_copy_comes_closer_and_keeps_no_nan(ranks: RankPool, world: int) -> None:
-    for first, second, bad, again, last in ranks(world).run(copied):
-        assert first == 0
-        assert math.isnan(bad)
-        assert again < second / 2
-        assert last < again / 2
+    first, second, bad, again, last = found
+    assert first == 0
+    assert math.isnan(bad)
+    assert again < second / 2
+    assert last < again / 2
 
 
 def averaged(group: Group, kind: str, steps: int) -> tuple[float, float, float]:
@@ -274,7 +270,8 @@ def test_feedback_of_the_verb_makes_good_what_calls_lose(ranks: RankPool, world:
         assert reloaded == 0
 
 
-def refused_feedback(group: Group) -> list[str]:
+@on_ranks(2)
+def test_feedback_of_the_verbs_refuses_what_it_cannot_do(group: Group) -> None:
     memory = thinwire.RowFeedback()
     out = torch.empty(64)
     x = torch.ones(64 * group.size())
@@ -287,12 +284,8 @@ def refused_feedback(group: Group) -> list[str]:
         lambda: thinwire.reduce_scatter_tensor(out[:1], x[: group.size()], feedback=memory),
         lambda: thinwire.all_gather_into_tensor(x, out, async_op=True, feedback=thinwire.RowCopy()),
     ]
-    return [message_of(call) for call in calls]
-
-
-def test_feedback_of_the_verbs_refuses_what_it_cannot_do(ranks: RankPool) -> None:
-    for said in ranks(2).run(refused_feedback):
-        for text, expected in zip(
-            said, ("one of", "float32", "blocking", "compressed", "per buffer", "blocking"), strict=True
-        ):
-            assert expected in text
+    said = [message_of(call) for call in calls]
+    for text, expected in zip(
+        said, ("one of", "float32", "blocking", "compressed", "per buffer", "blocking"), strict=True
+    ):
+        assert expected in text

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import CPU, digest, generated, given, small_chunks, thorough, worlds
+from cases import CPU, digest, generated, given, on_ranks, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
@@ -89,7 +89,9 @@ def draw_buckets(count: int) -> list[Bucket]:
     return [(*kind, step) for kind in kinds for step in range(2)]
 
 
-def storm(group: Group, rounds: int) -> int:
+@pytest.mark.parametrize(("world", "rounds"), [(3, 8), *thorough((2, 40), (4, 20))])
+@on_ranks(gives=0)
+def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(group: Group, rounds: int) -> int:
     """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
     dice = random.Random(17)
     own = random.Random(group.rank())
@@ -108,21 +110,17 @@ def storm(group: Group, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(3, 8), *thorough((2, 40), (4, 20))])
-def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
-    ranks: RankPool, world: int, rounds: int
-) -> None:
-    assert ranks(world).run(storm, rounds) == [0] * world
-
-
 NESTED = [
     *((3, ("bf16", "int4"), 0), (700, ("bf16", "int4"), 0), (700, ("int8", "lloyd4:block=64"), 1)),
     *((2401, ("bf16", "int4"), 1), (2401, ("int8", "lloyd4:block=64"), 0)),
 ]  # length, codecs inside and across, step
 
 
-def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
+@pytest.mark.parametrize("shape", [(2, 2), *thorough(((4, 1),))], ids=str)
+@on_ranks(4, gives=0)
+def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(group: Group, shape: tuple[int, int]) -> int:
     """The same of hierarchical sums, whose chunks go in step, beside flat ones of the group."""
+    rounds = 3
     mesh = init_device_mesh("cpu", shape)
     dice = random.Random(5)
     own = random.Random(group.rank())
@@ -146,11 +144,6 @@ def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
             found = [digest(*outputs) for _, outputs in begun]
             wrong += sum(map(operator.ne, found, [*(want[nested] for nested in chosen), flat]))
     return wrong
-
-
-@pytest.mark.parametrize("shape", [(2, 2), *thorough(((4, 1),))], ids=str)
-def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: RankPool, shape: tuple[int, int]) -> None:
-    assert ranks(4).run(mesh_storm, shape, 3) == [0] * 4
 
 
 def threads_with_groups(group: Group) -> None:
@@ -407,19 +400,17 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
         assert held[0] <= bound
 
 
-def uneven_scratch(group: Group) -> tuple[int, int]:
+@on_ranks(2)
+def test_an_exchange_takes_no_more_than_its_wires_both_ways(group: Group) -> None:
     member = dist.new_group()
     numel = 1 << 21
     run_verb(member, "all_to_all", numel, "int8")
-    return channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
+    held, wire = channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
+    assert held <= 2 * wire
 
 
-def test_an_exchange_takes_no_more_than_its_wires_both_ways(ranks: RankPool) -> None:
-    for held, wire in ranks(2).run(uneven_scratch):
-        assert held <= 2 * wire
-
-
-def mesh_in_flight(group: Group) -> bool:
+@on_ranks(4, gives=True)
+def test_hierarchical_operations_of_different_length_in_flight_end(group: Group) -> bool:
     """Three operations; rank 0's line is empty before the third and its scratch can grow, the others' cannot."""
     mesh = init_device_mesh("cpu", (2, 2))
     how: Any = {"group": mesh, "codec": "none", "algorithm": "hierarchical", "async_op": True}
@@ -438,10 +429,6 @@ def mesh_in_flight(group: Group) -> bool:
                     time.sleep(0.05)
             assert all(work.wait(timedelta(seconds=5)) for work in works)
     return True
-
-
-def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPool) -> None:
-    assert all(ranks(4).run(mesh_in_flight))
 
 
 @generated(150)
@@ -556,7 +543,8 @@ class Fails(Operation):
         raise OSError("the cable is cut")
 
 
-def failing(group: Group) -> list[str]:
+@on_ranks(2)
+def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(group: Group) -> None:
     member = dist.new_group()
     said = []
     works = [channel_of(member).run(Fails(), SITE) for _ in range(2)]
@@ -571,14 +559,9 @@ def failing(group: Group) -> list[str]:
             said.append("nothing")
         except (CollectiveError, OSError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
-def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(ranks: RankPool) -> None:
-    for said in ranks(2).run(failing):
-        assert said[0].startswith("OSError: the cable is cut")
-        assert all("the cable is cut" in line for line in said), said
-        assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
+    assert said[0].startswith("OSError: the cable is cut")
+    assert all("the cable is cut" in line for line in said), said
+    assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
 
 
 def ended(before: list[str]) -> bool:
@@ -590,7 +573,9 @@ def ended(before: list[str]) -> bool:
     return not left
 
 
-def lifetime(group: Group, fails: bool) -> list[bool]:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fails: bool) -> None:
     thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
     before = thread_names()
     kept = len(channels._groups)
@@ -604,16 +589,12 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)
     del member
-    return [*found, ended(before), len(channels._groups) == kept]
+    found = [*found, ended(before), len(channels._groups) == kept]
+    assert all(found), found
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(ranks: RankPool, fails: bool) -> None:
-    for found in ranks(2).run(lifetime, fails):
-        assert all(found), found
-
-
-def mesh_lifetime(group: Group) -> list[bool]:
+@on_ranks(4, gives=[True])
+def test_the_thread_of_a_mesh_ends_with_its_groups(group: Group) -> list[bool]:
     before = thread_names()
     mesh = init_device_mesh("cpu", (2, 2))
     thinwire.all_reduce(torch.ones(900), group=mesh, codec="int8", algorithm="hierarchical")
@@ -623,10 +604,6 @@ def mesh_lifetime(group: Group) -> list[bool]:
         dist.destroy_process_group(member)
     del groups, member
     return [ended(before)]
-
-
-def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
-    assert ranks(4).run(mesh_lifetime) == [[True]] * 4
 
 
 def test_who_waited_for_a_work_may_look_at_its_future() -> None:

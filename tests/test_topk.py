@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from cases import decoded, wire_of, wires_of
-from ranks import RankPool
+from cases import decoded, on_ranks, wire_of, wires_of
 from replicas import Group, message_of
 from thinwire import CodecError, TopK, WireError, codec as make
 
@@ -161,7 +160,10 @@ def test_damaged_wires_are_refused() -> None:
 # --- between ranks ----------------------------------------------------------------------------------------------------
 
 
-def sums(group: Group, numel: int) -> dict[str, Tensor]:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_sums_are_those_of_the_decoded_wires(group: Group, world: int) -> None:
+    numel = 3 * 4096 + 100
     codec = TopK()
     each = [numbers(numel, rank) for rank in range(group.size())]
     expected = torch.empty(numel)
@@ -173,37 +175,16 @@ def sums(group: Group, numel: int) -> dict[str, Tensor]:
     rows = torch.empty(group.size() * numel)
     thinwire.all_gather_single(rows, each[group.rank()], codec="topk", algorithm="compressed")
     found["gathered"] = functools.reduce(torch.add, rows.view(group.size(), numel))
-    return found
+    assert torch.equal(found["one_shot"], found["expected"])
+    assert torch.equal(found["gathered"], found["expected"])
+    exact = sum(numbers(3 * 4096 + 100, rank) for rank in range(world))
+    assert torch.equal(found["auto"], found["expected"]) or torch.allclose(found["auto"], exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_are_those_of_the_decoded_wires(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(sums, 3 * 4096 + 100):
-        assert torch.equal(found["one_shot"], found["expected"])
-        assert torch.equal(found["gathered"], found["expected"])
-        exact = sum(numbers(3 * 4096 + 100, rank) for rank in range(world))
-        assert torch.equal(found["auto"], found["expected"]) or torch.allclose(found["auto"], exact, atol=1e-4)
-
-
-def refused(group: Group) -> list[str]:
-    x = numbers(8192)
-    calls: list[Any] = [
-        lambda: thinwire.all_reduce(x, codec="topk", algorithm="two_phase"),
-        lambda: thinwire.broadcast(x, 0, codec="topk", algorithm="compressed"),
-        lambda: thinwire.all_to_all_single(x.clone(), x, codec="topk", algorithm="compressed"),
-        lambda: averaged("two_phase"),
-        lambda: thinwire.compress_fsdp(fully_shard(torch.nn.Linear(64, 64)), "int8", "topk"),
-    ]
-    return [message_of(call) for call in calls]
-
-
-def measured(group: Group) -> list[str]:
+@on_ranks(2, gives=["plain", "one_shot"])
+def test_measure_knows_what_it_travels_by(group: Group) -> list[str]:
     found = thinwire.measure(torch.ones(5000), codec="topk")
     return [estimate.algorithm for estimate in found.estimates]
-
-
-def test_measure_knows_what_it_travels_by(ranks: RankPool) -> None:
-    assert ranks(2).run(measured) == [["plain", "one_shot"]] * 2
 
 
 def averaged(algorithm: str) -> None:
@@ -212,9 +193,18 @@ def averaged(algorithm: str) -> None:
     model(torch.randn(2, 64)).sum().backward()
 
 
-def test_where_sums_would_be_encoded_again_it_is_refused(ranks: RankPool) -> None:
-    for messages in ranks(2).run(refused):
-        places = ("algorithm='two_phase'", "broadcast", "all_to_all_single", "algorithm='two_phase'", "weights=")
-        for place, message in zip(places, messages, strict=True):
-            assert "codec topk sends only the largest numbers, which only one_shot sums support" in message, message
-            assert place in message, message
+@on_ranks(2)
+def test_where_sums_would_be_encoded_again_it_is_refused(group: Group) -> None:
+    x = numbers(8192)
+    calls: list[Any] = [
+        lambda: thinwire.all_reduce(x, codec="topk", algorithm="two_phase"),
+        lambda: thinwire.broadcast(x, 0, codec="topk", algorithm="compressed"),
+        lambda: thinwire.all_to_all_single(x.clone(), x, codec="topk", algorithm="compressed"),
+        lambda: averaged("two_phase"),
+        lambda: thinwire.compress_fsdp(fully_shard(torch.nn.Linear(64, 64)), "int8", "topk"),
+    ]
+    messages = [message_of(call) for call in calls]
+    places = ("algorithm='two_phase'", "broadcast", "all_to_all_single", "algorithm='two_phase'", "weights=")
+    for place, message in zip(places, messages, strict=True):
+        assert "codec topk sends only the largest numbers, which only one_shot sums support" in message, message
+        assert place in message, message

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from cases import seeded
+from cases import on_ranks, seeded
 from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
 from replicas import Group, flat, message_of, same_everywhere
@@ -153,7 +153,13 @@ def test_train_may_be_called_again(ranks: RankPool) -> None:
         assert found.stats.ratio > 12  # from the first step on: the optimizer is known
 
 
-def smaller_batches(group: Group) -> tuple[int, int]:
+def run_out(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    if len(inputs["input_ids"]) == 4:
+        raise RuntimeError("CUDA out of memory.")
+
+
+@on_ranks(2)
+def test_a_model_that_is_wrapped_anew_is_compressed(group: Group) -> None:
     """The Trainer runs out of memory, and wraps the model anew for smaller batches."""
     from thinwire.integrations.transformers import Compress
 
@@ -165,18 +171,9 @@ def smaller_batches(group: Group) -> tuple[int, int]:
         trainer = trainer_of(Run(None, args), model, [compress])
         trainer.train()
         assert same_everywhere(group, flat(list(model.parameters())))
-    return trainer._train_batch_size, compress.handle.stats().steps
-
-
-def run_out(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    if len(inputs["input_ids"]) == 4:
-        raise RuntimeError("CUDA out of memory.")
-
-
-def test_a_model_that_is_wrapped_anew_is_compressed(ranks: RankPool) -> None:
-    for size, steps in ranks(2).run(smaller_batches):
-        assert size < 4
-        assert steps == 2
+    size, steps = trainer._train_batch_size, compress.handle.stats().steps
+    assert size < 4
+    assert steps == 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
