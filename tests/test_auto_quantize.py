@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.algorithms._quantization import quantization as torchs
 
 from cases import assert_same, on_ranks, seeded
-from ranks import RankPool
 from thinwire import Codec, CodecError, Lloyd, collectives
 from thinwire.collectives import Work
 from thinwire.collectives.auto_quantize import DQuantType, _then_divide, auto_quantize
@@ -46,8 +45,6 @@ def rows(source: int, target: int) -> int:
 def total(world: int, *shape: int) -> Tensor:
     return torch.stack([numbers(rank, *shape) for rank in range(world)]).sum(0)
 
-
-# --- every collective -------------------------------------------------------------------------------------------------
 
 # Arguments, outputs among them, and what these must become. Lists are copies: torch's writes new tensors into them.
 Case = tuple[dict[str, Any], list[Tensor], list[Tensor]]
@@ -199,16 +196,6 @@ def test_every_collective_in_both_types_and_every_way_of_calling(
     return wrong
 
 
-# --- what torch's version does wrong, one by one ----------------------------------------------------------------------
-
-
-def test_str_of_a_type_is_its_value_where_torchs_raises() -> None:
-    assert [str(qtype) for qtype in BOTH] == ["fp16", "bfp16"]
-    assert [DQuantType("fp16"), DQuantType("bfp16")] == list(BOTH)
-    with pytest.raises(TypeError):
-        str(torchs.DQuantType.FP16)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks(gives=True)
 def test_splits_by_older_names(group: Group) -> bool:
@@ -219,28 +206,14 @@ def test_splits_by_older_names(group: Group) -> bool:
     return torch.equal(output, expected)
 
 
-def test_splits_under_both_names_are_a_type_error() -> None:
-    wrapped = auto_quantize(dist.all_to_all_single, DQuantType.FP16)
-    with pytest.raises(TypeError, match="under both names"):
-        wrapped(blank(2), blank(2), out_splits=[2], output_split_sizes=[2])
-    with pytest.raises(TypeError, match="multiple values"):
-        wrapped(blank(2), blank(2), [2], out_splits=[2])
-    with pytest.raises(TypeError, match="out_splits"):
-        auto_quantize(dist.all_gather, DQuantType.FP16)([blank(2)], blank(2), out_splits=[2])
-
-
-def gather_in_pairs(group: Group) -> list[float]:
-    """World 3: ranks 0 and 1 talk in a group of their own, passed by position."""
+@on_ranks(3)
+def test_a_positional_group_is_used_where_torchs_ignores_it(group: Group) -> None:
+    """Ranks 0 and 1 talk in a group of their own, passed by position."""
     pair = dist.new_group([0, 1])
-    if group.rank() == 2:
-        return []
-    outputs = [blank(1), blank(1)]
-    auto_quantize(dist.all_gather, DQuantType.FP16)(outputs, torch.tensor([5.0 + group.rank()]), pair)
-    return [output.item() for output in outputs]
-
-
-def test_a_positional_group_is_used_where_torchs_ignores_it(ranks: RankPool) -> None:
-    assert ranks(3).run(gather_in_pairs) == [[5.0, 6.0], [5.0, 6.0], []]
+    if group.rank() < 2:
+        outputs = [blank(1), blank(1)]
+        auto_quantize(dist.all_gather, DQuantType.FP16)(outputs, torch.tensor([5.0 + group.rank()]), pair)
+        assert [output.item() for output in outputs] == [5.0, 6.0]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
@@ -271,55 +244,49 @@ def count_encoded(group: Group, name: str) -> int:
     return sum(seen)
 
 
-def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(ranks: RankPool) -> None:
-    assert ranks(3).run(count_encoded, "all_gather") == [N] * 3
-    for rank, encoded in enumerate(ranks(3).run(count_encoded, "all_to_all")):
-        assert encoded == sum(rows(rank, other) for other in range(3) if other != rank)
+@on_ranks(3)
+def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(group: Group) -> None:
+    """However small: some rank encodes something in every collective."""
+    for name in NAMES:
+        encoded = torch.tensor([count_encoded(group, name)])
+        if name == "all_gather":
+            assert encoded.item() == N
+        elif name == "all_to_all":
+            assert encoded.item() == sum(rows(group.rank(), other) for other in range(3) if other != group.rank())
+        dist.all_reduce(encoded)
+        assert encoded.item() > 0, name
 
 
-def gather_specials(group: Group, qtype: DQuantType | str, x: Tensor) -> Tensor:
-    outputs = [blank(*x.shape) for _ in range(group.size())]
-    auto_quantize(dist.all_gather, qtype)(outputs, x)
-    return outputs[1 - group.rank()]
+@on_ranks(2)
+def test_numbers_arrive_as_a_cast_leaves_them_where_torchs_fp16_clamps_infinities(group: Group) -> None:
+    """Infinities and NaN stay (torch's bf16 makes numbers of some); beyond 65504 float16 becomes infinite.
+
+    The codec fp16 overflows nowhere: it has scales, which a cast has not.
+    """
+    x = SPECIAL.repeat(17)  # some 300, no multiple of a block
+    large = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
+    fp16, bfp16 = BOTH
+    for qtype, sent, want in ((fp16, x, x.half()), (bfp16, x, x.bfloat16()), ("fp16", large, large)):
+        outputs = [blank(*sent.shape) for _ in range(group.size())]
+        auto_quantize(dist.all_gather, qtype)(outputs, sent)
+        assert_same(outputs[1 - group.rank()], want.float(), str(qtype))
 
 
 NANS = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -0x7FFFFF, -1], dtype=torch.int32).view(torch.float32)
 SIZES = (math.inf, -math.inf, 65504.0, 65519.0, 65520.0, -7e4, 1e38, 6e-8, -1e-9, 0.0, 1.0, -2.5, math.nan)
 SPECIAL = torch.cat((torch.tensor(SIZES), NANS))
-CAST = {DQuantType.FP16: torch.float16, DQuantType.BFP16: torch.bfloat16}
-
-
-@pytest.mark.parametrize("qtype", BOTH, ids=str)
-def test_numbers_arrive_as_a_cast_leaves_them_where_torchs_fp16_clamps_infinities(
-    ranks: RankPool, qtype: DQuantType
-) -> None:
-    """Infinities and NaN stay (torch's bf16 makes numbers of some); beyond 65504 float16 becomes infinite."""
-    x = SPECIAL.repeat(17)  # some 300, no multiple of a block
-    for y in ranks(2).run(gather_specials, qtype, x):
-        assert_same(y, x.to(CAST[qtype]).float())
-
-
-def sum_specials(group: Group, qtype: DQuantType, x: Tensor) -> Tensor:
-    """The sum of rank 0's numbers and the others' ones."""
-    y = x.clone() if group.rank() == 0 else torch.ones_like(x)
-    auto_quantize(dist.all_reduce, qtype)(y)
-    return y
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_with_infinities_are_infinite_and_leave_the_others_alone(ranks: RankPool, world: int) -> None:
+@on_ranks()
+def test_sums_with_infinities_are_infinite_and_leave_the_others_alone(group: Group, world: int) -> None:
+    """The sum of rank 0's numbers and the others' ones."""
     x = torch.arange(-150.0, 151.0)
     x[[0, 140]] = math.inf
     x[[7, 300]] = -math.inf
-    for y in ranks(world).run(sum_specials, DQuantType.FP16, x):
-        assert_same(y, x + world - 1)
-
-
-def test_the_codec_fp16_overflows_nowhere(ranks: RankPool) -> None:
-    """It has scales, which a cast has not."""
-    x = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
-    for y in ranks(2).run(gather_specials, "fp16", x):
-        assert torch.equal(y, x)
+    y = x.clone() if group.rank() == 0 else torch.ones_like(x)
+    auto_quantize(dist.all_reduce, DQuantType.FP16)(y)
+    assert_same(y, x + world - 1)
 
 
 @on_ranks(2, gives=[])
@@ -334,9 +301,6 @@ def test_tuples_serve_as_lists_where_torchs_refuses_them(group: Group) -> list[s
     return wrong
 
 
-# --- the callable -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_signature_is_the_wrapped_functions_own(name: str) -> None:
     func = getattr(dist, name)
@@ -347,27 +311,34 @@ def test_the_signature_is_the_wrapped_functions_own(name: str) -> None:
     assert inspect.signature(pickle.loads(pickle.dumps(wrapped))) == inspect.signature(func)
 
 
-@pytest.mark.parametrize("qtype", [*BOTH, "fp16", "bfp16", "bf16", "int4:block=64", Lloyd(2)], ids=str)
-def test_types_codec_strings_and_codecs(qtype: Any) -> None:
-    auto_quantize(dist.all_reduce, qtype)
-
-
-def test_an_unknown_type_is_refused() -> None:
+def test_misuse_is_refused() -> None:
+    for qtype in (*BOTH, "fp16", "bfp16", "bf16", "int4:block=64", Lloyd(2)):
+        auto_quantize(dist.all_reduce, qtype)
     for qtype in ("fp17", torch.float16, None, torchs.DQuantType.FP16):
         with pytest.raises(CodecError, match=r"qtype must be DQuantType\.FP16"):
             auto_quantize(dist.all_gather, qtype)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["send", "recv", "isend", "irecv", "barrier", "all_gather_object", "new_group"])
-def test_other_functions_are_refused_with_the_list_of_what_works(name: str) -> None:
-    with pytest.raises(CollectiveError, match=rf"all_to_all_single.*reduce_scatter_tensor.*got '{name}'"):
-        auto_quantize(getattr(dist, name), DQuantType.FP16)
-
-
-@pytest.mark.parametrize("quant_loss", [0, 0.0, math.nan, math.inf])
-def test_a_quant_loss_that_cannot_divide_is_refused(quant_loss: float) -> None:
-    with pytest.raises(CollectiveError, match="quant_loss"):
-        auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
+    for name in ("send", "recv", "isend", "irecv", "barrier", "all_gather_object", "new_group"):
+        with pytest.raises(CollectiveError, match=rf"all_to_all_single.*reduce_scatter_tensor.*got '{name}'"):
+            auto_quantize(getattr(dist, name), DQuantType.FP16)
+    for quant_loss in (0, 0.0, math.nan, math.inf):
+        with pytest.raises(CollectiveError, match="quant_loss"):
+            auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
+    functions = (dist.all_to_all_single, dist.all_gather, collectives.all_reduce)
+    x, (single, gather, own) = blank(2), (auto_quantize(function, "fp16") for function in functions)
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: single(x, x, out_splits=[2], output_split_sizes=[2]), TypeError, "under both names"),
+        (lambda: single(x, x, [2], out_splits=[2]), TypeError, "multiple values"),
+        (lambda: gather([x], x, out_splits=[2]), TypeError, "out_splits"),
+        (lambda: own(x, codec="int8"), TypeError, "codec is given twice"),
+        (lambda: own(x, algorithm="plain"), CollectiveError, "plain"),
+    ]
+    for call, error, said in calls:
+        with pytest.raises(error, match=said):
+            call()
+    assert [str(qtype) for qtype in BOTH] == ["fp16", "bfp16"]
+    assert [DQuantType("fp16"), DQuantType("bfp16")] == list(BOTH)
+    with pytest.raises(TypeError):
+        str(torchs.DQuantType.FP16)
 
 
 @on_ranks(2, gives=[])
@@ -385,47 +356,19 @@ def test_thinwires_own_verbs_are_wrapped_too(group: Group) -> list[str]:
     return wrong
 
 
-def test_a_second_codec_or_no_codec_is_refused(ranks: RankPool) -> None:
-    wrapped = auto_quantize(collectives.all_reduce, "fp16")
-    with pytest.raises(TypeError, match="codec is given twice"):
-        wrapped(blank(2), codec="int8")
-    with pytest.raises(CollectiveError, match="plain"):
-        wrapped(blank(2), algorithm="plain")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_message_goes_through_the_codec_however_small(ranks: RankPool, name: str) -> None:
-    assert sum(ranks(2).run(count_encoded, name)) > 0
-
-
-def refused_roots(group: Group) -> list[str]:
-    said = []
-    for name, keywords in [
-        ("gather", {"dst": 0, "group_dst": 0}),
-        ("reduce", {"group_dst": 2}),
-        ("scatter", {"src": -1}),
-        ("gather", {"gather_list": [blank(1)], "dst": 0}),
-        ("scatter", {"src": 0}),
-    ]:
-        if keywords == {"src": 0} and group.rank():
-            continue
-        with pytest.raises(CollectiveError) as caught:
-            auto_quantize(getattr(dist, name), "fp16")(blank(1), **keywords)
-        said.append(str(caught.value))
-    with pytest.raises(CollectiveError) as caught:
-        auto_quantize(dist.reduce_scatter, "fp16")(blank(2), [blank(2), blank(3)])
-    return [*said, str(caught.value)]
-
-
-def test_misuse_of_the_rewritten_ones_is_refused(ranks: RankPool) -> None:
-    root, _ = ranks(2).run(refused_roots)
-    once, nobody, negative, length, absent, uneven = root
-    assert "name the root once" in once
-    assert "must be 0..1, got 2" in nobody
-    assert "must be 0..1, got -1" in negative
-    assert "gather_list: expected 2 tensors on this rank, got 1 tensors" in length
-    assert "scatter_list: expected 2 tensors on this rank, got none" in absent
-    assert "expected 2 elements" in uneven
+@on_ranks(2)
+def test_misuse_of_the_rewritten_ones_is_refused(group: Group) -> None:
+    misuse: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+        ("gather", (blank(1),), {"dst": 0, "group_dst": 0}, "name the root once"),
+        ("reduce", (blank(1),), {"group_dst": 2}, "must be 0..1, got 2"),
+        ("scatter", (blank(1),), {"src": -1}, "must be 0..1, got -1"),
+        ("gather", (blank(1), [blank(1)]), {"dst": group.rank()}, "gather_list: expected 2 tensors on this rank, got"),
+        ("scatter", (blank(1),), {"src": group.rank()}, "scatter_list: expected 2 tensors on this rank, got none"),
+        ("reduce_scatter", (blank(2), [blank(2), blank(3)]), {}, "expected 2 elements"),
+    ]
+    for name, args, keywords, said in misuse:
+        with pytest.raises(CollectiveError, match=said):
+            auto_quantize(getattr(dist, name), "fp16")(*args, **keywords)
 
 
 @on_ranks(3, gives=True)

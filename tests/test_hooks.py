@@ -36,7 +36,6 @@ from cases import (
     needs_cuda,
     no_host_sync,
     on_ranks,
-    over,
     seeded,
     small_chunks,
     thorough,
@@ -102,10 +101,12 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_names_and_arguments_are_torchs(name: str) -> None:
-    ours, theirs = (inspect.signature(thing).parameters for thing in (getattr(hooks, name), TORCH[name]))
-    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+def test_names_and_arguments_are_torchs() -> None:
+    for name, theirs in TORCH.items():
+        ours, their = (inspect.signature(thing).parameters.values() for thing in (getattr(hooks, name), theirs))
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in their], name
+    own = [name for name, value in vars(hooks).items() if getattr(value, "__module__", "") == hooks.__name__]
+    assert sorted(hooks.__all__) == hooks.__all__ == sorted(name for name in own if not name.startswith("_"))
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -117,18 +118,16 @@ def test_hooks_pickle(name: str) -> None:
     assert repr(again) == repr(hook)  # of a partial: the functions and settings that it holds
 
 
-def test_hooks_are_found_by_their_names() -> None:
-    from thinwire.hooks import fp16_compress_hook
-
-    assert thinwire.hooks.fp16_compress_hook is fp16_compress_hook
-    own = [name for name, value in vars(hooks).items() if getattr(value, "__module__", "") == hooks.__name__]
-    assert sorted(hooks.__all__) == hooks.__all__ == sorted(name for name in own if not name.startswith("_"))
-
-
-@pytest.mark.parametrize("size", [0, -8, 12.5, True, "64", None])
-def test_a_bucket_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
-        hooks.perchannel_hook(size)
+def test_misuse_is_refused() -> None:
+    for size in (0, -8, 12.5, True, "64", None):
+        with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
+            hooks.perchannel_hook(size)
+    for name, hook in HOOKS.items():
+        with pytest.raises(CollectiveError, match="as FSDP1 passes it: shard the model with torch"):
+            hook(None, torch.ones(8), torch.ones(4))
+        for state in (7, dist.GroupMember.NON_GROUP_MEMBER, [None]) if name in ("allreduce", "perchannel") else ():
+            with pytest.raises(CollectiveError, match=r"(?i)group"):
+                hook(state, Bucket(torch.ones(3)))
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -186,22 +185,16 @@ def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: to
     check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)], device)
 
 
-def run_long(group: Group, n: int) -> list[tuple[str, float]]:
-    """(digest, error as a share of the peak) of every hook on a bucket of several chunks."""
-    xs = [torch.randn(n, generator=seeded(9, rank)) for rank in range(group.size())]
+@on_ranks(3, rare=[2])
+def test_a_bucket_of_several_chunks(group: Group) -> list[str]:
+    xs = [torch.randn(1_300_007, generator=seeded(9, rank)) for rank in range(group.size())]
     mean, peak, found = torch.stack(xs).double().mean(0), max(float(x.abs().max()) for x in xs), []
-    for hook in HOOKS.values():
+    for name, hook in HOOKS.items():
         y = run_hook(hook, xs[group.rank()])
-        found.append((digest(y), float((y - mean).abs().max()) / peak))
+        most = lost(name, group.size()) + (group.size() + 3) * half_ulp(torch.float32)
+        assert (y - mean).abs().max() <= most * peak, name
+        found.append(digest(y))
     return found
-
-
-@worlds(3, rare=[2])
-def test_a_bucket_of_several_chunks(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(run_long, 1_300_007)
-    for name, *told in zip(HOOKS, *answers, strict=True):
-        assert len(set(told)) == 1, name
-        assert told[0][1] <= lost(name, world) + (world + 3) * half_ulp(torch.float32), name
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
@@ -274,63 +267,44 @@ def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float, dev
         assert_same(got, want, name)
 
 
-def all_in_flight(group: Group, names: Sequence[str], device: Device) -> list[list[str]]:
-    return [many_in_flight(group, name, device) for name in names]
-
-
-def many_in_flight(group: Group, name: str, device: Device) -> list[str]:
-    inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
-    buckets = [Bucket(x.clone()) for x in inputs]
-    futures = [HOOKS[name](None, bucket) for bucket in buckets]
-    together = [future.wait() for future in reversed(futures)][::-1]
-    return [digest(y) for y in together] + [digest(run_hook(HOOKS[name], x)) for x in inputs]
-
-
 @each_device
-@worlds(3, rare=[2, 4])
-def test_several_buckets_in_flight(ranks: RankPool, world: int, device: Device) -> None:
-    """torch's quantisation hooks wait inside a callback, and with two buckets gloo hangs."""
-    names = list(HOOKS)[world % 2 :: 2] if device == CPU else list(HOOKS)  # half of them in even worlds
-    answers = ranks(world).run(all_in_flight, names, device)
-    assert answers == [answers[0]] * world
-    for name, told in zip(names, answers[0], strict=True):
-        assert told[:8] == told[8:], name
-
-
-def bytes_and_messages(group: Group, name: str, n: int) -> tuple[int, int]:
-    x, phases = given(n, group.rank()), []
-    run_hook(HOOKS[name], x)
-    before, send = traffic().sent, transport.PairTransport.exchange
-
-    def count(*args: Any) -> Any:
-        phases.append(args)
-        return send(*args)
-
-    with patch.object(transport.PairTransport, "exchange", count):
-        run_hook(HOOKS[name], x)
-    return traffic().sent - before, len(phases)
+@on_ranks(3, rare=[2, 4])
+def test_several_buckets_in_flight(group: Group, device: Device) -> list[str]:
+    """torch's quantization hooks wait inside a callback, and with two buckets gloo hangs."""
+    names = list(HOOKS)[group.size() % 2 :: 2] if device == CPU else list(HOOKS)  # half of them in even worlds
+    found = []
+    for name in names:
+        inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
+        futures = [HOOKS[name](None, Bucket(x.clone())) for x in inputs]
+        together = [future.wait() for future in reversed(futures)][::-1]
+        found += [digest(y) for y in together]
+        assert found[-8:] == [digest(run_hook(HOOKS[name], x)) for x in inputs], name
+    return found
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_two_phases_of_one_message_each(ranks: RankPool, name: str) -> None:
+@on_ranks(4)
+def test_two_phases_of_one_message_each(group: Group, name: str) -> None:
     """torch's: an all-gather of scales and another of everything, (W - 1) * N bytes."""
     world, n = 4, 4 * 512 * 8
     wire = thinwire.codec(CODECS[name]).wire_bytes(n // world)
-    assert ranks(world).run(bytes_and_messages, name, n) == [(2 * (world - 1) * wire, 2)] * world
+    x, exchange = given(n, group.rank()), transport.PairTransport.exchange
+    run_hook(HOOKS[name], x)
+    before = traffic().sent
+    with patch.object(transport.PairTransport, "exchange", autospec=True, side_effect=exchange) as spy:
+        run_hook(HOOKS[name], x)
+    assert (traffic().sent - before, spy.call_count) == (2 * (world - 1) * wire, 2)
     assert 2 * (world - 1) * wire < 0.6 * (world - 1) * n
 
 
-def time_rows(group: Group) -> float:
-    x = torch.randn(1 << 20)
-    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
-    start = time.process_time()
-    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
-    return time.process_time() - start
-
-
-def test_no_loop_over_rows(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_no_loop_over_rows(group: Group) -> None:
     """131,072 of them: some 10 ms, and several seconds in Python."""
-    assert max(ranks(2).run(time_rows)) < 1.0
+    x = torch.randn(1 << 20)
+    for _ in range(2):
+        start = time.process_time()
+        hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
+    assert time.process_time() - start < 1.0
 
 
 def scales_of(n: int, size: int) -> Tensor:
@@ -338,39 +312,32 @@ def scales_of(n: int, size: int) -> Tensor:
     return torch.tensor([1.0, 1e-4, 1e3, 1e-7])[torch.arange(n) // size % 4]
 
 
-def run_channels(group: Group, cases: Sequence[tuple[int, int]], chunked: bool) -> list[tuple[str, float]]:
-    """(digest, largest error as a share of its channel's size) of every (length, bucket_size)."""
-    found = []
-    for n, size in cases:
-        scale = scales_of(n, size)
-        xs = [torch.rand(n, generator=seeded(n, rank)).mul_(2).sub_(1) * scale for rank in range(group.size())]
-        mean = torch.stack(xs).double().mean(0)
-        with small_chunks() if chunked else nullcontext():
-            y = run_hook(hooks.perchannel_hook(size), xs[group.rank()])
-            grad = xs[group.rank()].clone()
-            hooks.quantization_perchannel_hook(None, (grad, nn.Parameter(torch.zeros(n))), size)  # type: ignore[arg-type]
-        assert_same(grad, y, f"{n} {size}")
-        found.append((digest(y), float(((y - mean).abs() / scale).max())))
-    return found
-
-
 CHANNELS = [(1, 1), (13, 5), (99, 100), (100, 100), (513, 512), (1000, 100), (1037, 7), (2050, 513), (300, 1 << 40)]
-
-
 IN_CHUNKS = [(4000, 100), (4001, 512)]
 
 
 @pytest.mark.parametrize(
-    ("world", "cases"),
+    ("world", "pairs"),
     [(1, CHANNELS), (3, CHANNELS), (3, IN_CHUNKS), *thorough((2, CHANNELS), (4, CHANNELS), (2, IN_CHUNKS))],
 )
+@on_ranks()
 def test_channels_of_any_size_are_counted_from_the_start(
-    ranks: RankPool, world: int, cases: list[tuple[int, int]]
-) -> None:
+    group: Group, world: int, pairs: list[tuple[int, int]]
+) -> list[str]:
     """One that shared a scale with its neighbour would lose all of its digits; torch's hook does not run on gloo."""
-    for case, *told in zip(cases, *ranks(world).run(run_channels, cases, cases is IN_CHUNKS), strict=True):
-        assert len({digest for digest, _ in told}) == 1, case
-        assert told[0][1] <= (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32), case
+    found = []
+    most = (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32)
+    for n, size in pairs:  # lengths, and bucket_size
+        scale = scales_of(n, size)
+        xs = [torch.rand(n, generator=seeded(n, rank)).mul_(2).sub_(1) * scale for rank in range(world)]
+        with small_chunks() if pairs[0] == IN_CHUNKS[0] else nullcontext():
+            y = run_hook(hooks.perchannel_hook(size), xs[group.rank()])
+            grad = xs[group.rank()].clone()
+            hooks.quantization_perchannel_hook(None, (grad, nn.Parameter(torch.zeros(n))), size)  # type: ignore[arg-type]
+        assert_same(grad, y, f"{n} {size}")
+        assert ((y - torch.stack(xs).double().mean(0)).abs() / scale).max() <= most, (n, size)
+        found.append(digest(y))
+    return found
 
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -451,16 +418,13 @@ def test_bfloat16_rounds_halves_to_even(group: Group) -> None:
         assert_same(y, x if group.size() == 1 and name != "wrapper" else x.bfloat16().float(), name)
 
 
-def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
-    answers = ranks(3).run(train_stateful)
-    assert identical(answers)
-    for step, got in enumerate(answers[0]):
-        assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
-
-
-def train_stateful(group: Group) -> list[list[Tensor | None]]:
+@on_ranks(3)
+def test_the_stateful_hook_runs_in_sixteen_bits(group: Group) -> list[str]:
     state = thinwire.DDPState(codec=PER_CHANNEL, feedback="none")
-    return train(group, hooks.fp16_compress_wrapper(thinwire.ddp_hook), FLOATS, state=state)
+    found = train(group, hooks.fp16_compress_wrapper(thinwire.ddp_hook), FLOATS, state=state)
+    for step, got in enumerate(found):
+        assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
+    return [digest(g) for got in found for g in got if g is not None]
 
 
 def power_gradients(group: Group, wrapper: Callable[[Any], Any]) -> list[Tensor]:
@@ -703,8 +667,9 @@ def test_compressed_hooks_refuse_sparse_gradients(group: Group) -> None:
     assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
 
 
-def train_sparse(group: Group) -> list[list[Tensor]]:
-    """Gradients of two steps without a hook, with ours and with torch's; some rows several ranks look at."""
+@on_ranks(1, 3, rare=[2, 4])
+def test_allreduce_takes_sparse_gradients_as_ddp_does(group: Group) -> str:
+    """Two steps without a hook, with ours and with torch's; some rows several ranks look at."""
     found = []
     for hook in (None, hooks.allreduce_hook, default_hooks.allreduce_hook):
         torch.manual_seed(0)
@@ -718,22 +683,10 @@ def train_sparse(group: Group) -> list[list[Tensor]]:
             (model(rows) * torch.randn(7, 5, generator=seeded(2, group.rank(), step))).sum().backward()
             assert model.module.weight.grad.is_sparse
             grads.append(model.module.weight.grad.to_dense())
-        found.append(grads)
-    return found
-
-
-@worlds(1, 3, rare=[2, 4])
-def test_allreduce_takes_sparse_gradients_as_ddp_does(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(train_sparse)
-    assert len({digest(*grads) for answer in answers for grads in answer}) == 1
-    assert all(g.abs().sum() > 0 for g in answers[0][1])
-
-
-def test_a_state_that_is_no_group_is_refused() -> None:
-    for state in (7, dist.GroupMember.NON_GROUP_MEMBER, [None]):
-        for name in ("allreduce", "perchannel"):
-            with pytest.raises(CollectiveError, match=r"(?i)group"):
-                HOOKS[name](state, Bucket(torch.ones(3)))
+        assert all(g.abs().sum() > 0 for g in grads)
+        found.append(digest(*grads))
+    assert found == [found[0]] * 3
+    return found[0]
 
 
 # --- the compiled path ------------------------------------------------------------------------------------------------
@@ -808,28 +761,17 @@ def python_reducer() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train_compiled(group: Group, names: Sequence[str]) -> list[list[Tensor | None]]:
+@on_ranks(2)
+def test_compiled_ddp(group: Group) -> list[str]:
     shapes, found = FLOATS[:3], []
     with python_reducer():
-        for name in names:
+        for name in ("allreduce", "bf16(perchannel)"):
             model = registered(shapes, HOOKS[name])
             torch.compile(model, backend="aot_eager", fullgraph=True)(*gradients_of(shapes, group.rank(), 0)).backward()
-            found.append(taken(model))
+            got = taken(model)
+            assert_means(name, got, [gradients_of(shapes, rank, 0) for rank in range(2)], 2)
+            found += [digest(g) for g in got if g is not None]
     return found
-
-
-def test_compiled_ddp(ranks: RankPool) -> None:
-    names = ("allreduce", "bf16(perchannel)")
-    answers = ranks(2).run(train_compiled, names)
-    assert identical(answers)
-    for name, got in zip(names, answers[0], strict=True):
-        assert_means(name, got, [gradients_of(FLOATS[:3], rank, 0) for rank in range(2)], 2)
-
-
-@over("name", HOOKS)
-def test_gradients_of_fsdp1_are_refused(name: str) -> None:
-    with pytest.raises(CollectiveError, match="as FSDP1 passes it: shard the model with torch"):
-        HOOKS[name](None, torch.ones(8), torch.ones(4))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
