@@ -197,8 +197,7 @@ def in_time(test: Callable[..., None]) -> Callable[..., None]:
 def heard() -> Iterator[list[str]]:
     """What thinwire says to its logger."""
     lines: list[str] = []
-    logger = logging.getLogger("thinwire")
-    handler = logging.Handler(logging.INFO)
+    logger, handler = logging.getLogger("thinwire"), logging.Handler(logging.INFO)
     with patch.object(handler, "emit", lambda record: lines.append(record.getMessage())):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
@@ -373,11 +372,9 @@ def check_aside(backend: str, device: torch.device, dtype: torch.dtype, n: int =
     x = torch.randn(n, generator=seeded(n)).to(device, dtype)
     memory = torch.randn(n, generator=seeded(n, 1)).to(device, torch.bfloat16)
     index = torch.randperm(n, generator=seeded(n, 2))[: n // 2].to(device)
-    gaps = index[: n // 4] + 0
-    place = BACKENDS[backend]
+    gaps, place = index[: n // 4] + 0, BACKENDS[backend]
     for forgets in (True, False):
-        y = x.clone()
-        kept = memory.clone()
+        y, kept = x.clone(), memory.clone()
         out = torch.full((len(index),), math.nan, dtype=dtype, device=device)
         place.set_aside(y, index, out, kept if forgets else None, gaps if forgets else None)
         assert_same(out, x[index], "what was set aside")
@@ -506,8 +503,7 @@ def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
     """
     table = TRELLIS[codec.bits] if isinstance(codec, Trellis) else LLOYD[codec.bits]
     codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
-    off_grid = 1 / table.grid
-    rounded = 1 + 2.0**-8 + 64 * ROUND
+    off_grid, rounded = 1 / table.grid, 1 + 2.0**-8 + 64 * ROUND
     longest = math.sqrt(codes) * table.levels[-1] / table.levels[0]
     factor = 1 + off_grid if codec.scale == "mmse" else 1 + longest / (1 - off_grid / 2)
     return x_KB.norm(dim=1, keepdim=True) * factor * rounded

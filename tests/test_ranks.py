@@ -87,8 +87,7 @@ def test_neighbours_differ_in_their_hash_seeds(ranks: RankPool) -> None:
 
 def test_ranks_are_reused(ranks: RankPool) -> None:
     pids = ranks(4).run(pid)
-    assert len(set(pids)) == 4
-    assert ranks(4).run(pid) == pids
+    assert (len(set(pids)), ranks(4).run(pid)) == (4, pids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -117,8 +116,7 @@ def test_exceptions_name_their_ranks_and_leave_the_pool_alone(ranks: RankPool) -
 
 
 def test_stuck_ranks_are_named_and_killed(ranks: RankPool) -> None:
-    pids = ranks(3).run(pid)
-    start = time.monotonic()
+    pids, start = ranks(3).run(pid), time.monotonic()
     with pytest.raises(RuntimeError, match=r"\(world 3\) got no answer from ranks (0, )?1, 2 within 0.5 s") as caught:
         ranks(3).run(hang_in_collective, timeout=0.5)
     assert time.monotonic() - start < 60
@@ -173,6 +171,15 @@ os._exit(1)
 """
 
 
+def test_ranks_end_when_their_pipes_close(ranks: RankPool) -> None:
+    """As they do when the test process ends; see below, with a process of its own."""
+    world = ranks.fresh(2)
+    pids = world.run(pid)
+    world.close()
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.thorough
 @pytest.mark.program("-c", ENDS_AT_ONCE)
 def test_ranks_end_with_the_test_process(program: Ended) -> None:
     pids = [int(word) for word in program.out.split()]
