@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/gpt124m_steps.py --parallel fsdp2 --json fsdp.json
 
 bf16 autocast (FSDP2: bf16 weights, fp32 gradients) and AdamW, on NCCL where there is a GPU, else on gloo. Every arm has
-a model of its own; arms take turns step by step, and a row holds the median over rounds of the slowest rank's step.
+a model of its own; arms take turns of a few steps, as training loops do without waiting for the GPU in between, and a
+row holds the median over rounds of the slowest rank's time per step.
 `--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine.
 """
 
@@ -142,16 +143,17 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
     return step
 
 
-def measure(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of every arm's steps, the slowest rank's, by turns."""
+def measure(steps: dict[str, Step], rounds: int, turn: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds per step of every arm, the slowest rank's, by turns of `turn` steps."""
     found: dict[str, list[float]] = {arm: [] for arm in steps}
     for _ in range(rounds):
         for arm, step in steps.items():
             _settle(device)
             start = time.perf_counter()
-            step()
+            for _ in range(turn):
+                step()
             _settle_own(device)
-            taken = torch.tensor(time.perf_counter() - start, device=device)
+            taken = torch.tensor((time.perf_counter() - start) / turn, device=device)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             found[arm].append(1e3 * float(taken))
     return found
@@ -210,6 +212,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
+                "steps_per_turn": options.turn,
                 "backend": dist.get_backend(),
                 "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
             }
@@ -224,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
     parser.add_argument("--size", choices=SIZES, default="124m")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -251,7 +255,7 @@ def main() -> None:
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)
-    taken = measure(steps, options.rounds, device)
+    taken = measure(steps, options.rounds, options.turn, device)
     numel = sum(parameter.numel() for parameter in GPT(size).parameters())
     found = rows(options, numel, taken, first)
     for row in found:

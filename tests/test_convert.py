@@ -13,12 +13,17 @@ from torch import Tensor, nn
 
 from cases import assert_same, generated, seeded
 from thinwire import qat
-from thinwire.qat.codes import packed_bytes, unpack
+from thinwire.qat.codes import unpack
 from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
 from thinwire.qat.layers import QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 ROWS, WIDTH = 12, 8
+
+
+def packed_bytes(numel: int, bits: int) -> int:
+    """Of a row of `numel` codes, which is filled up to a multiple of eight."""
+    return -(-numel // 8) * bits
 
 
 class Net(nn.Module):
@@ -141,8 +146,8 @@ def test_bytes() -> None:
     codes = ROWS * packed_bytes(WIDTH, 2) + WIDTH * packed_bytes(12, 2) + 16 * packed_bytes(8, 2) + WIDTH * 4
     scales = 4 * (ROWS + WIDTH + 16 + WIDTH)
     assert qat.weight_bytes(model) == floats
-    assert (qat.weight_bytes(qat.convert(model)), packed_bytes(4096, 4)) == (codes + scales, 2048)
-    assert (packed_bytes(4096, 2), qat.weight_bytes(nn.ReLU())) == (1024, 0)
+    assert qat.weight_bytes(qat.convert(model)) == codes + scales
+    assert qat.weight_bytes(nn.ReLU()) == 0
 
 
 def test_the_summary_of_a_converted_model() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import thinwire
 from benchmarks import simulated
-from benchmarks.loss import arms, curve, runs, task
+from benchmarks.loss import arms, curve, runs, sites, task
 from ranks import RankPool
 from replicas import Group, draw
 from thinwire.errors import RecordError
@@ -63,6 +65,79 @@ def test_replicas_read_the_bits_that_ranks_read(ranks: RankPool, codec: str, fee
     assert averager.feedback == feedback
 
 
+def outer_of_ranks(group: Group, codec: str) -> list[Tensor]:
+    """The outer parameters of DiLoCo after every round."""
+    model = Weights()
+    diloco = thinwire.DiLoCo(model, None, every=1, codec=codec)
+    found = []
+    for step in range(STEPS):
+        learn(model, group.rank(), step)
+        diloco.step()
+        found.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    return found
+
+
+def learn(model: nn.Module, rank: int, step: int) -> None:
+    for parameter, part in zip(model.parameters(), draw(rank, step, SHAPES), strict=True):
+        parameter.data.add_(part)
+
+
+@pytest.mark.parametrize("codec", ["none", "lloyd4", "topk"])
+def test_sites_average_the_bits_that_ranks_average(ranks: RankPool, codec: str) -> None:
+    expected = ranks(2).run(outer_of_ranks, codec)[0]
+    networks = [Weights(), Weights()]
+    outer = sites.OuterAverage(networks[0], "fp32" if codec == "none" else codec, 2)
+    for step in range(STEPS):
+        for rank, network in enumerate(networks):
+            learn(network, rank, step)
+        outer.round(networks)
+        for network in networks:
+            assert torch.equal(torch.cat([p.detach().view(-1) for p in network.parameters()]), expected[step])
+    assert outer.bits == 32.0 if codec == "none" else outer.bits < 8
+
+
+def gathered_by_ranks(group: Group, name: str) -> list[Tensor]:
+    """The matrices that an FSDP2 model computes with at two steps, between which they move."""
+    network = task.network_of(task.SIZES["tiny"], 0)
+    for module in (*network.blocks, network):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    codec, _, replica = name.partition("@")
+    thinwire.compress_fsdp(network, "none", codec, replica=bool(replica))
+    seen: list[Tensor] = []
+    for step in range(2):
+        for block in network.blocks:
+            block.unshard()
+            seen += [p.detach().clone() for p in matrices(block)]
+            block.reshard()
+        for p in network.parameters():
+            p.detach().to_local().mul_(1.0 + 0.01 * (step + 1))
+    return seen
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() > 1]
+
+
+@pytest.mark.parametrize("name", ["int8", "int8@replica", "lloyd4@replica"])
+def test_weights_are_those_that_ranks_gather(ranks: RankPool, name: str) -> None:
+    expected = ranks(2).run(gathered_by_ranks, name)[0]
+    network = task.network_of(task.SIZES["tiny"], 0)
+    rounded = arms.RoundedWeights(network, name, 2)
+    seen: list[Tensor] = []
+    for step in range(2):
+        exact = [p.clone() for p in network.parameters()]
+        rounded.load(step)
+        seen += [p.detach().bfloat16() for block in network.blocks for p in matrices(block)]
+        rounded.restore()
+        for got, want in zip(network.parameters(), exact, strict=True):
+            assert torch.equal(got, want)
+            got.data.mul_(1.0 + 0.01 * (step + 1))
+    assert len(seen) == len(expected) > 0
+    for got, want in zip(seen, expected, strict=True):
+        assert torch.equal(got, want)
+    assert 8 < rounded.bits < 9 or name.startswith("lloyd4")
+
+
 def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = torch.arange(4000).mul(7).bitwise_and(127).to(torch.uint8)
     monkeypatch.setattr(task, "sources", lambda most: task.Text(text, text, "digest"))
@@ -84,6 +159,16 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest
     )
     assert by["fp32"]["tokens"] == 3 * 2 * 2 * 64
     assert 8 < by["int8"]["bits"] < 9
+    train("lloyd2;lloyd2+letters*=int4;lloyd2+letters*=int4+first9=int8", "--seeds", "1")
+    plain, policy, first = (one["bits"] for one in runs.read(out)[-3:])
+    assert plain < policy < first  # of three steps none was in lloyd2 at last
+    assert 2 < plain < 3
+    assert 6 < first < 9
+    assert train("weights:int4", "--seeds", "1")[-1] == ("weights:int4", 1)
+    assert train("lloyd4", "--seeds", "1", "--optimizer", "diloco30")[-1] == ("lloyd4", 1)
+    *_, rounded, averaged = runs.read(out)
+    assert rounded["val_loss"] != by["fp32"]["val_loss"] != averaged["val_loss"]
+    assert 4 < rounded["bits"] < 5 > averaged["bits"] > 4
     record = curve.recorded(list(by.values()))
     assert {row["arm"]: row["gap_nats"] == 0 for row in record.rows} == {
         "fp32": True, "int8": False, "powersgd1": True, "int2": False}  # fmt: skip

@@ -4,6 +4,7 @@ Legend: W replicas, N numbers of a replica's gradients.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,11 +14,16 @@ from torch.optim import Optimizer
 
 from benchmarks import simulated
 from benchmarks.schemes import CONTROLS
-from thinwire.integrations.choice.options import DDPOptions
+from thinwire import codecs
+from thinwire.collectives.lane import Key
+from thinwire.feedback import RowCopy
+from thinwire.integrations.choice.options import CodecChoice, DDPOptions
 
 FP32 = "fp32"
 NULL = "null"
 NOISE = 1e-6  # of the null arm, relative
+FIRST = re.compile(r"first\d+")  # the first steps, in another codec
+WEIGHTS = "weights:"  # begins the names of arms whose weights travel compressed, and gradients do not
 POWERSGD_START = 10  # steps in fp32 before PowerSGD begins
 
 
@@ -102,6 +108,61 @@ class Compressed:
         return 8 * self._averager.bytes_per_step * world / (2 * (world - 1)) / numel
 
 
+class RoundedWeights:
+    """The weights that replicas of FSDP2 compute with: as decoded from every shard's wire. See `compress_fsdp`.
+
+    Weights travel in bf16, in one row per replica and block. Parameters of one dimension travel as they are, with zeros
+    in their places in a row ([Note: Bridges] in integrations/lanes.py), and so do the gradients of all.
+    """
+
+    def __init__(self, network: nn.Module, name: str, world: int) -> None:
+        spelled, _, replica = name.partition("@")
+        self._codec = codecs.codec(spelled)
+        self._world = world
+        blocks = [list(block.parameters()) for block in network.blocks]  # type: ignore[union-attr]
+        within = {id(p) for block in blocks for p in block}
+        self._groups = [*blocks, [p for p in network.parameters() if id(p) not in within]]
+        self._copies = [RowCopy() if replica else None for _ in self._groups]
+        self._matrices = [p for group in self._groups for p in group if p.dim() > 1]
+        self._exact: list[Tensor] = []  # while the network computes with others
+        numels = [sum(p.numel() for p in group) for group in self._groups]
+        self.bits = 8 * world * sum(self._codec.wire_bytes(n // world) for n in numels) / sum(numels)
+
+    @torch.no_grad()
+    def load(self, step: int) -> None:
+        """Put what replicas gather in the place of the matrices."""
+        self._exact = [p.clone() for p in self._matrices]
+        for group, copy in zip(self._groups, self._copies, strict=True):
+            shards = [p.view(self._world, -1) for p in group]
+            parts = [s if p.dim() > 1 else torch.zeros_like(s) for p, s in zip(group, shards, strict=True)]
+            gathered_WN = self._gathered(torch.cat(parts, 1).bfloat16(), copy, step)
+            found = gathered_WN.split([s.shape[1] for s in shards], 1)
+            for parameter, shard, values in zip(group, shards, found, strict=True):
+                if parameter.dim() > 1:
+                    shard.copy_(values)
+
+    def _gathered(self, rows_WN: Tensor, copy: RowCopy | None, step: int) -> Tensor:
+        if copy is not None and copy.tensor is None:  # the first is exact
+            copy.begin(rows_WN)
+            return rows_WN
+        sent_WN = rows_WN if copy is None or copy.tensor is None else rows_WN - copy.tensor
+        got_WN = torch.empty_like(sent_WN)
+        wire = torch.empty(self._codec.wire_bytes(rows_WN.shape[1]), dtype=torch.uint8, device=rows_WN.device)
+        for rank, row in enumerate(sent_WN):
+            key = Key(step if copy else 0, 0).of(rank)
+            self._codec.encode(row, wire, step=key)
+            self._codec.decode(wire, got_WN[rank], step=key)
+        if copy is not None:
+            copy.add_to(got_WN)
+        return got_WN
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The exact weights again, for the optimizer."""
+        torch._foreach_copy_(self._matrices, self._exact)
+        self._exact = []
+
+
 PEERS = {
     FP32: functools.partial(Mean, 32.0),
     NULL: functools.partial(Mean, 32.0, NOISE),
@@ -112,12 +173,20 @@ PEERS = {
 def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> tuple[Arm, simulated.ReplicaAverager]:
     """The arm of that name, and what lays out gradients; any codec string of `compress_ddp` is a name.
 
-    A control ("int2", "sign") compresses every parameter, with no feedback and no units.
+    "lloyd2+first100=lloyd4" begins with 100 steps of lloyd4; "lloyd2+letters*=lloyd4" has lloyd4 for the parameters of
+    that name pattern. A control ("int2", "sign") compresses every parameter, with no feedback and no units.
     """
     control = name in CONTROLS
-    named = name in PEERS or name.startswith("powersgd")
+    named = name in PEERS or name.startswith(("powersgd", WEIGHTS))
+    spelled, *extras = name.split("+")
+    pairs = dict(extra.split("=", 1) for extra in extras)
+    begun = {int(key.removeprefix("first")): pairs.pop(key) for key in list(pairs) if FIRST.fullmatch(key)}
+    codec: CodecChoice = "none" if named else CONTROLS.get(spelled, spelled)
+    for steps, other in begun.items():
+        codec = {0: other, steps: spelled}
     options = DDPOptions(
-        "none" if named else CONTROLS.get(name, name),
+        codec,
+        policy=pairs or None,
         feedback="none" if control else "auto",
         exempt="none" if control else "auto",
         weigh="none" if control else "auto",
@@ -127,6 +196,8 @@ def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> t
     averager = simulated.ReplicaAverager(network, options, world)
     if name in PEERS:
         return PEERS[name](), averager
+    if name.startswith(WEIGHTS):
+        return Mean(32.0), averager
     if named:
         return PowerSGD(averager.parameters, int(name.removeprefix("powersgd")), world), averager
     return Compressed(averager), averager

@@ -88,38 +88,50 @@ def recorded(found: Sequence[Found]) -> Record:
 
 
 def plot(record: Record, path: str) -> None:
-    """Loss against bits with intervals, fp32's null band, and its twin in % more tokens."""
+    """Loss against bits with 95 % intervals, the margin and fp32's null arm, and its twin in % more tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    rows: list[dict[str, Any]] = [row for row in record.rows if row["gap_half"] is not None and row["arm"] != arms.FP32]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True)
-    null = next((row for row in rows if row["arm"] == arms.NULL), None)
-    for axis, column, label in zip(
-        axes, ("gap_nats", "more_tokens"), ("loss above fp32, nats", "more tokens, %"), strict=True
-    ):
+    known: list[dict[str, Any]] = [row for row in record.rows if row["gap_half"] is not None]
+    rows = [row for row in known if row["arm"] not in (arms.FP32, arms.NULL)]
+    null = next((row for row in known if row["arm"] == arms.NULL), None)
+    shown = [("gap_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.03, 0.1))]
+    if any(row["more_tokens"] is not None for row in rows):
+        shown.append(("more_tokens", "more tokens for the same loss, %", (-10, -3, 0, 3, 10, 30, 100)))
+    figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4), sharex=True, squeeze=False)
+    for axis, (column, label, ticks) in zip(axes[0], shown, strict=True):
+        axis.axhline(0, lw=0.8, color="black")
+        if column == "gap_nats":
+            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label="counts as no difference")
+            if null is not None:
+                _mark(axis, 32, null["gap_nats"], null["gap_half"], "null", "d", "tab:gray")
         for row in rows:
-            if row["arm"] == arms.NULL or row[column] is None:
-                continue
-            value, half = row[column], row["gap_half"]
-            if column == "more_tokens":
-                value, half = 100 * value, 0.0
-            mark = "x" if row["control"] else "s" if row["peer"] else "o"
-            axis.errorbar(row["bits"], value, yerr=half or None, fmt=mark, capsize=3)
-            axis.annotate(str(row["arm"]), (row["bits"], value), textcoords="offset points", xytext=(5, 4))
-        if null is not None and column == "gap_nats":
-            middle, half = null["gap_nats"], null["gap_half"]
-            axis.axhspan(middle - half, middle + half, alpha=0.2, label="fp32 with 1e-6 noise")
-            axis.legend()
+            beside = sum(1 for other in rows[: rows.index(row)] if round(other["bits"]) == round(row["bits"]))
+            value, half = (row[column], row["gap_half"]) if column == "gap_nats" else (100 * row[column], 0.0)
+            kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
+            _mark(axis, row["bits"] * 1.07**beside, value, half, str(row["arm"]), *kind)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("symlog", linthresh=0.003 if column == "gap_nats" else 0.3)
+        axis.set_yscale("symlog", linthresh=ticks[4])
+        for side, places in ((axis.xaxis, (1, 2, 3, 4, 8, 16, 32)), (axis.yaxis, ticks)):
+            side.set_major_locator(FixedLocator(places))
+            side.set_major_formatter(FixedFormatter([f"{place:g}" for place in places]))
+            side.set_minor_locator(NullLocator())
+        axis.set_xlim(0.9, 48)
         axis.set_xlabel("bits per element on the wire")
         axis.set_ylabel(label)
-        axis.axhline(0, lw=0.5)
+        axis.grid(alpha=0.3)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(loc="upper right", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=130)
+
+
+def _mark(axis: Any, bits: float, value: float, half: float, name: str, mark: str, color: str) -> None:
+    axis.errorbar(bits, value, yerr=half or None, fmt=mark, color=color, capsize=3, ms=5)
+    axis.annotate(name, (bits, value), textcoords="offset points", xytext=(6, 3), fontsize=8)
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.loss.runs --size 25m --seeds 1,2 --arms fp32,null,lloyd4 --out runs.jsonl --minutes 20
 
-A run is a size, an optimizer, an arm and a seed. The replicas share one network: gradients are taken one replica after
-the other, and one optimizer takes the step. On a GPU the network computes in bf16, and a gradient is one CUDA graph.
-A command that is called again trains what the file lacks.
+A run is a size, an optimizer, an arm and a seed. Arms are codecs of gradients; `weights:int8` and the like are codecs
+of FSDP2's weights; with `--optimizer diloco30` they are codecs between two sites. The replicas share one network:
+gradients are taken one replica after the other, and one optimizer takes the step. On a GPU the network computes in
+bf16, and a gradient is one CUDA graph. A command that is called again trains what the file lacks.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import clock, schemes, tasks
-from benchmarks.loss import arms, task
+from benchmarks.loss import arms, sites, task
 from thinwire.tools.bench import record, timing
 
 CLIP = 1.0
 DECAY = 0.1
+DILOCO = "diloco"
+OPTIMIZERS = ("adamw", "muon", f"{DILOCO}30", f"{DILOCO}100")
 POINTS = 50  # of a curve
 BETAS = (0.9, 0.95)
 ARMS = "fp32,null,bf16,int8,int4,lloyd4,trellis3,lloyd3,trellis2,lloyd2,auto:2.5,lloyd1,powersgd4,int2,sign"
@@ -60,9 +63,11 @@ def optimizer_of(kind: str, network: nn.Module) -> Any:
 
 
 class Trainer:
-    """One network, and the gradients of W replicas."""
+    """One network, and the gradients of W replicas, of which the first has the number `first` in the whole run."""
 
-    def __init__(self, run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> None:
+    def __init__(
+        self, run: Run, text: task.Text, device: torch.device, *, compiled: bool, first: int = 0, of: int = 0
+    ) -> None:
         self.run, self.text, self.device = run, text, device
         self.size = run.recipe
         self.network = task.network_of(self.size, run.seed).to(device)
@@ -72,7 +77,12 @@ class Trainer:
         self.optimizer = optimizer_of(run.optimizer, self.network)
         self.arm, self._layout = arms.arm_of(run.arm, self.network, self.optimizer, run.world)
         self._rows_WN = self._layout.new_rows()
-        self._starts = task.starts_of(text, self.size, run.seed, run.world).to(device)
+        self._rounded = None
+        if run.arm.startswith(arms.WEIGHTS):
+            self._rounded = arms.RoundedWeights(self.network, run.arm.removeprefix(arms.WEIGHTS), run.world)
+        self.bits: Callable[[], float] = lambda: (self._rounded or self.arm).bits
+        starts = task.starts_of(text, self.size, run.seed, of or run.world)
+        self._starts = starts[:, first : first + run.world].to(device)
         self._start_B = self._starts[0, 0].clone()
         self._row_N = torch.empty(self._rows_WN.shape[1], device=device)
         self._views = self._layout.views(self._row_N)
@@ -89,11 +99,15 @@ class Trainer:
 
     def step(self, step: int) -> None:
         """Gradients of all replicas, their mean by way of the arm, one step of the optimizer."""
+        if self._rounded is not None:
+            self._rounded.load(step)
         for rank, row in enumerate(self._rows_WN):
             self._start_B.copy_(self._starts[step, rank])
             self._differentiate()
             row.copy_(self._row_N)
             self.losses[step] += self._loss / self.run.world
+        if self._rounded is not None:
+            self._rounded.restore()
         self.arm.average(self._rows_WN, step)
         for parameter, gradient in zip(self._layout.parameters, self._layout.views(self._rows_WN[0]), strict=True):
             parameter.grad = gradient
@@ -103,11 +117,37 @@ class Trainer:
         self.optimizer.step()
 
 
+class SiteTrainer:
+    """DiLoCo: sites of replicas, which average every so many steps, and at the end."""
+
+    def __init__(self, run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> None:
+        self._every = int(run.optimizer.removeprefix(DILOCO))
+        world = run.world // sites.SITES
+        inner = replace(run, optimizer="adamw", arm=arms.FP32, world=world)
+        self._sites = [
+            Trainer(inner, text, device, compiled=compiled, first=at * world, of=run.world) for at in range(sites.SITES)
+        ]
+        self.size = run.recipe
+        self.network = self._sites[0].network
+        self.losses = torch.zeros(self.size.steps, device=device)
+        self._outer = sites.OuterAverage(self.network, run.arm, sites.SITES)
+        self.bits: Callable[[], float] = lambda: self._outer.bits
+
+    def step(self, step: int) -> None:
+        """A step of every site, and a round if it is due."""
+        for site in self._sites:
+            site.step(step)
+            self.losses[step] += site.losses[step] / len(self._sites)
+        if (step + 1) % self._every == 0 or step + 1 == self.size.steps:
+            self._outer.round([site.network for site in self._sites])
+
+
 def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> dict[str, Any]:
     """A finished run, as it is kept."""
     began = time.monotonic()
     torch.manual_seed(run.seed)  # of the null arm's noise
-    trainer = Trainer(run, text, device, compiled=compiled)
+    kind = SiteTrainer if run.optimizer.startswith(DILOCO) else Trainer
+    trainer = kind(run, text, device, compiled=compiled)
     timing.synchronize(device)
     stepped = time.monotonic()
     for step in range(trainer.size.steps):
@@ -120,7 +160,7 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
         **vars(run),
         "steps": trainer.size.steps,
         "val_loss": task.judge(trainer.network, text, trainer.size),
-        "bits": trainer.arm.bits,
+        "bits": trainer.bits(),
         "weights": sum(p.numel() for p in trainer.network.parameters()),
         "tokens": trainer.size.steps * run.world * trainer.size.rows * trainer.size.context,
         "curve": [[at, round(loss, 5)] for at, loss in tasks.curve(trainer.losses.tolist(), POINTS)],
@@ -167,7 +207,9 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=task.SIZES, default="25m")
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="diloco30: sites average every 30 steps"
+    )
     parser.add_argument("--arms", default=ARMS, help="; separates codecs that have commas")
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--steps", type=int, default=0, help="default: the size's own")

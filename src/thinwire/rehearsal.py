@@ -101,7 +101,7 @@ class _SeatDesk(Desk):
         return self._shelf.new(numel * dtype.itemsize).view(dtype)
 
 
-class _Bucket:
+class RehearsedBucket:
     """Parameters whose gradients travel together, under one setting of the chooser."""
 
     def __init__(
@@ -145,10 +145,10 @@ class _Bucket:
                 buffer[begin:end] = part
 
 
-class _BucketSum:
+class RehearsedSum:
     """The sum of one bucket in one step, over ranks that come one after the other."""
 
-    def __init__(self, bucket: _Bucket, step: int) -> None:
+    def __init__(self, bucket: RehearsedBucket, step: int) -> None:
         self.bucket = bucket
         self._step = step
         self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
@@ -261,9 +261,9 @@ class Rehearsal(Handle):
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
         self._order: list[nn.Parameter] = []  # in which gradients arrive
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[RehearsedBucket] = []
         self._setting: object = None  # that the buckets were made with
-        self._sums: list[_BucketSum] = []
+        self._sums: list[RehearsedSum] = []
         self._roots: list[tuple[list[int], list[Tensor]]] = []  # of every bucket: what is weighed, and by what
         self._finite: list[Tensor] = []  # whether the means of every bucket are
         self._met: set[int] = set()  # parameters that had a gradient in this step
@@ -367,8 +367,8 @@ class Rehearsal(Handle):
             self._setting = (self.steps > 0, self._chooser.setting)
             asked = self._options.algorithm
             groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
-            self._buckets = [_Bucket(group, self._names, self._chooser, asked, self.world) for group in groups]
-        self._sums = [_BucketSum(bucket, self.steps) for bucket in self._buckets]
+            self._buckets = [RehearsedBucket(group, self._names, self._chooser, asked, self.world) for group in groups]
+        self._sums = [RehearsedSum(bucket, self.steps) for bucket in self._buckets]
         self._roots = []
         for bucket in self._buckets:
             able = not bucket.plain and bucket.dtype in (torch.float32, torch.bfloat16)
@@ -377,7 +377,12 @@ class Rehearsal(Handle):
             self._roots.append((weighed, self._chooser.moments.roots(parameters) if weighed else []))
 
     def _send(
-        self, total: _BucketSum, rank: int, gradients: Sequence[Tensor | None], weighed: list[int], roots: list[Tensor]
+        self,
+        total: RehearsedSum,
+        rank: int,
+        gradients: Sequence[Tensor | None],
+        weighed: list[int],
+        roots: list[Tensor],
     ) -> None:
         bucket = total.bucket
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)

@@ -1,6 +1,5 @@
 """Learnable fake quantization: quantizers whose scales are trained, for weights and activations."""
 
-from thinwire.qat.codes import WeightCodes
 from thinwire.qat.convert import convert, weight_bytes
 from thinwire.qat.export import export
 from thinwire.qat.learnable import LearnableFakeQuantize
@@ -14,7 +13,6 @@ __all__ = [
     "LSQPlus",
     "LearnableFakeQuantize",
     "Summary",
-    "WeightCodes",
     "calibrate",
     "convert",
     "export",
