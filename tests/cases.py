@@ -5,6 +5,7 @@ Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 
 import functools
 import hashlib
+import importlib
 import inspect
 import itertools
 import logging
@@ -91,6 +92,46 @@ def worlds(*usual: int, rare: Sequence[int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", [*usual, *thorough(*rare)])
 
 
+@dataclass(frozen=True)
+class OnRank:
+    """What a test of on_ranks does on a rank, as it is sent there: by its name."""
+
+    module: str
+    test: str
+
+    def __call__(self, group: Any, *given: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.test).on_rank(group, *given)
+
+
+def on_ranks(
+    *usual: int, rare: Sequence[int] = (), gives: Any = OnRank
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test whose body runs on every rank: test(group, ...). All ranks return `gives`, or at least the same.
+
+    Without worlds, `world` is a parameter of the test, such as one of its table.
+    """
+
+    def decorate(check: Callable[..., Any]) -> Callable[..., None]:
+        names = [*inspect.signature(check).parameters][1:]
+        one = usual[0] if len(usual) == 1 and not rare else None
+
+        @functools.wraps(check)
+        def test(ranks: Any, **given: Any) -> None:
+            world = given.setdefault("world", one)
+            found = ranks(world).run(OnRank(check.__module__, check.__name__), *(given[name] for name in names))
+            want = found[0] if gives is OnRank else gives
+            wrong = {rank: each for rank, each in enumerate(found) if each != want}
+            assert not wrong, f"expected {want} on all ranks, got {wrong}"
+
+        shown = ["ranks", *([] if one else ["world"]), *(name for name in names if name != "world")]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in shown]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.on_rank = check  # type: ignore[attr-defined]
+        return worlds(*usual, rare=rare)(test) if usual and not one else test
+
+    return decorate
+
+
 def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Every value of every axis but `world`, in as few combinations as the longest of them has values.
 
@@ -156,8 +197,7 @@ def in_time(test: Callable[..., None]) -> Callable[..., None]:
 def heard() -> Iterator[list[str]]:
     """What thinwire says to its logger."""
     lines: list[str] = []
-    logger = logging.getLogger("thinwire")
-    handler = logging.Handler(logging.INFO)
+    logger, handler = logging.getLogger("thinwire"), logging.Handler(logging.INFO)
     with patch.object(handler, "emit", lambda record: lines.append(record.getMessage())):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
@@ -332,11 +372,9 @@ def check_aside(backend: str, device: torch.device, dtype: torch.dtype, n: int =
     x = torch.randn(n, generator=seeded(n)).to(device, dtype)
     memory = torch.randn(n, generator=seeded(n, 1)).to(device, torch.bfloat16)
     index = torch.randperm(n, generator=seeded(n, 2))[: n // 2].to(device)
-    gaps = index[: n // 4] + 0
-    place = BACKENDS[backend]
+    gaps, place = index[: n // 4] + 0, BACKENDS[backend]
     for forgets in (True, False):
-        y = x.clone()
-        kept = memory.clone()
+        y, kept = x.clone(), memory.clone()
         out = torch.full((len(index),), math.nan, dtype=dtype, device=device)
         place.set_aside(y, index, out, kept if forgets else None, gaps if forgets else None)
         assert_same(out, x[index], "what was set aside")
@@ -465,8 +503,7 @@ def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
     """
     table = TRELLIS[codec.bits] if isinstance(codec, Trellis) else LLOYD[codec.bits]
     codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
-    off_grid = 1 / table.grid
-    rounded = 1 + 2.0**-8 + 64 * ROUND
+    off_grid, rounded = 1 / table.grid, 1 + 2.0**-8 + 64 * ROUND
     longest = math.sqrt(codes) * table.levels[-1] / table.levels[0]
     factor = 1 + off_grid if codec.scale == "mmse" else 1 + longest / (1 - off_grid / 2)
     return x_KB.norm(dim=1, keepdim=True) * factor * rounded

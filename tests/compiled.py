@@ -129,7 +129,8 @@ def start_wires(case: Case) -> None:
     x = placed(case, case.numel, dtype=case.dtype)
     wire = placed(case, nbytes, dtype=torch.uint8)
     wires_WN = placed(case, case.world, nbytes + (not case.odd) * (-nbytes % 16), dtype=torch.uint8)[:, :nbytes]
-    backend.encode(how, x, wire, None, rotation=1, dither=1)
+    if not case.odd or "everything" in sys.argv:  # without a residual is a part of it with one
+        backend.encode(how, x, wire, None, rotation=1, dither=1)
     backend.encode(how, x, wire, placed(case, case.numel, dtype=F32), rotation=1, dither=1)
     scale = 1e12 if case.world == 9 else 0.5  # large or small: sums that may leave the usual range, or not
     known = None if case.world == 3 else 1  # whether headers are checked
@@ -226,7 +227,7 @@ def wanted_in(tried: Sequence[Case]) -> list[Wanted]:
     for capability, name in OTHER_TARGETS.items():
         case = next(case for case in CASES if case.codec == name)
         more = wanted_by(f"{case} for sm_{capability}", lambda case=case: start_wires(case), set())
-        found += [kernel._replace(capability=capability) for kernel in more[::3]]
+        found += [kernel._replace(capability=capability) for kernel in more[-1:]]
     return found
 
 
@@ -242,8 +243,7 @@ def compiled(number: int) -> tuple[str, float, str]:
     """A kernel's name, the seconds of a processor that it took, and why it failed, if it did."""
     kernel = KERNELS[number]
     driver.set_active(Driver(kernel.capability))
-    start = used()
-    why = ""
+    start, why = used(), ""
     try:
         kernel.compile()
     except Exception as error:

@@ -78,8 +78,7 @@ def worker(kind: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer, handle = _made(kind)
-    path = Path("run.pt")
-    begin = 0
+    path, begin = Path("run.pt"), 0
     if path.exists():
         saved = torch.load(path, weights_only=True)
         begin = saved["step"]

@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,22 @@ def unanswered(rank: int) -> None:
         _left.append(_sum(torch.ones(5000), async_op=True))
 
 
+def exits(rank: int) -> None:
+    """The script exits by itself while a call is under way, which leaves its exit code alone."""
+    told = [os.getpid()]
+    dist.broadcast_object_list(told)
+    _sum(torch.ones(500))
+    if rank == 0:
+        _left.append(_sum(torch.ones(500), async_op=True))
+        sys.exit(7)
+    while True:  # until the other has ended
+        try:
+            os.kill(told[0], 0)
+            time.sleep(0.02)
+        except ProcessLookupError:
+            os._exit(0)
+
+
 def ddp(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     thinwire.compress_ddp(model, "int8")
@@ -80,7 +97,7 @@ def _train(model: nn.Module, optimizer: Any = None) -> None:
 
 
 KINDS: dict[str, Callable[[int], None]] = {
-    f.__name__: f for f in (verb, never_waited, held, unanswered, ddp, fsdp, diloco)
+    f.__name__: f for f in (verb, never_waited, held, unanswered, exits, ddp, fsdp, diloco)
 }
 
 

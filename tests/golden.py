@@ -55,9 +55,6 @@ def digest(*tensors: Tensor) -> str:
     return state.hexdigest()[:16]
 
 
-# --- codecs -----------------------------------------------------------------------------------------------------------
-
-
 def wires() -> Iterator[tuple[str, str]]:
     """Wires, what they decode to, and sums of them recoded."""
     for name in CODECS:
@@ -72,9 +69,6 @@ def wires() -> Iterator[tuple[str, str]]:
                 again = torch.zeros_like(made[0])
                 codec.recode(made, again, numel, scale=0.5, step=6, dtype=dtype)
                 yield f"wires {name} {dtype} {numel}", digest(made, out, again)
-
-
-# --- verbs ------------------------------------------------------------------------------------------------------------
 
 
 def turn(items: Iterable[Any], world: int, everything: bool) -> list[Any]:
@@ -154,8 +148,6 @@ def _hierarchies(group: dist.ProcessGroup) -> Iterator[tuple[str, list[Tensor]]]
             yield f"hierarchical {pair} {numel}", [y]
 
 
-# --- DDP --------------------------------------------------------------------------------------------------------------
-
 SHAPES = {"a": (40, 50), "b": (70,), "c": (33, 61), "d": (9,), "e": (64, 32)}
 RUNS: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
@@ -218,8 +210,7 @@ def _run(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32, **options
     model = _wrapped(group, dtype)
     handle = thinwire.compress_ddp(model, **options)
     hashes = [_step(model, group, step) for step in range(5)]
-    sent = handle.stats().bytes_sent
-    resumed = _wrapped(group, dtype)
+    sent, resumed = handle.stats().bytes_sent, _wrapped(group, dtype)
     thinwire.compress_ddp(resumed, **options).load_state_dict(handle.state_dict())
     return " ".join([*hashes, _step(resumed, group, 5), str(sent)])
 
@@ -228,9 +219,6 @@ def _hooked(group: dist.ProcessGroup, hook: Callable[..., Any]) -> str:
     model = _wrapped(group, torch.float32)
     model.register_comm_hook(group, hook)
     return " ".join(_step(model, group, step) for step in range(3))
-
-
-# --- all --------------------------------------------------------------------------------------------------------------
 
 
 PARTS = {"verbs": verbs, "ddp": trainings}

@@ -116,8 +116,7 @@ def noted(case: Case, bad: Bad) -> Tensor:
 
 def in_two_phases(case: Case) -> Results:
     """Encode all rows, recode the own one, decode all."""
-    ranks = Ranks(case)
-    job = job_of(case, case.rows)
+    ranks, job = Ranks(case), job_of(case, case.rows)
     sent = [garbage(ranks.world * job.stride) for _ in range(ranks.world)]
     owns = [rank if case.mode else -1 for rank in range(ranks.world)]
     for rank, (x, memory) in enumerate(zip(ranks.xs, ranks.memories, strict=True)):
@@ -160,8 +159,7 @@ def in_one(case: Case) -> Results:
 
 def exchanged(case: Case) -> Results:
     """A rank's rows, of which the own one does not travel but is copied; nothing is noted."""
-    ranks = Ranks(case)
-    job = job_of(case, case.rows)
+    ranks, job = Ranks(case), job_of(case, case.rows)
     wires = garbage(ranks.world * job.stride)
     out = torch.full_like(ranks.xs[0], torch.nan)
     kept = job.rows.short

@@ -196,9 +196,6 @@ def fits(group: Group, way: Way, *runs: tuple[Options | None, Options]) -> list[
     return found
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def resume(group: Group, way: Way, compress: Options, folder: Path) -> dict[str, Any]:
     """Three epochs at once; the last of them from a checkpoint saved on the way; the same without its state."""
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
@@ -250,8 +247,7 @@ def owed(group: Group, way: Way, compress: Options, path: Path) -> dict[str, Any
 def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str], dict[str, Any] | None, Tensor]:
     """A run that fails saves a checkpoint without asking other ranks; another run goes on from it."""
     saving = ModelCheckpoint(folder, filename="failed", save_on_exception=True)
-    path = folder / "failed.ckpt"
-    said = ""
+    path, said = folder / "failed.ckpt", ""
     with heard() as lines:
         try:
             run(group, Way(module={"fails_at": 2}), Compress(**compress), saving, enable_checkpointing=True)
@@ -259,9 +255,6 @@ def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str],
             said = str(error)
     _, module = run(group, Way(), Compress(**compress), ckpt_path=path)
     return said, lines, state_in(path), whole(module)
-
-
-# --- one Trainer, several; loggers; nodes; errors ---------------------------------------------------------------------
 
 
 def again(group: Group, way: Way, compress: Options | None) -> list[tuple[Tensor, Stats | None]]:

@@ -205,8 +205,7 @@ class RankError(RuntimeError):
     def of(cls, name: str, timeout: float, ranks: list["_Rank"], answers: dict[int, "_Answer"]) -> "RankError":
         failed = {number: answer for number, answer in sorted(answers.items()) if not answer.ok}
         stuck = [rank for rank in ranks if rank.number not in answers]
-        heads = []
-        parts = []
+        heads, parts = [], []
         if failed:
             heads.append(f"failed on {_names(failed)}")
             parts += [f"--- rank {number} {answer.value}" for number, answer in failed.items()]

@@ -102,6 +102,11 @@ def residuals(handle: "thinwire.DDPHandle", shapes: Shapes = SHAPES) -> Tensor:
     return flat([kept.get(name, torch.zeros(shape)).cpu().double() for name, shape in shapes.items()])
 
 
+def gradients_saved(stats: "thinwire.Stats", numel: int, world: int = 2) -> float:
+    """The share of the gradients' bytes that FSDP2 did not send, where it gathers weights as they are."""
+    return stats.bytes_saved / (stats.steps * 4 * numel * (world - 1) / world)
+
+
 def same_everywhere(group: Group, *tensors: Tensor) -> bool:
     """Whether all ranks hold the same bytes."""
     told: list[Any] = [None] * group.size()
@@ -118,9 +123,6 @@ def message_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}!: {error}"
     return "accepted!"
-
-
-# --- learning ---------------------------------------------------------------------------------------------------------
 
 
 def network(*, norm: bool = False) -> nn.Module:

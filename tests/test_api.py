@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import digest, heard, seeded, worlds
+from cases import digest, heard, on_ranks, seeded, worlds
 from ranks import RankPool
 from thinwire.collectives.channel import channel_of
 
@@ -20,9 +21,6 @@ N = 4096
 
 def similar(rank: int) -> Tensor:
     return torch.randn(N, generator=seeded(3)) + 0.01 * torch.randn(N, generator=seeded(4, rank))
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def errors_of_means(group: Group, steps: list[int | None]) -> tuple[float, str]:
@@ -46,7 +44,8 @@ def test_errors_of_calls_that_name_no_step_average_out(ranks: RankPool, world: i
     assert counted[0][0] < 0.5 * fixed[0][0]
 
 
-def count_with_trials(group: Group) -> list[str]:
+@on_ranks(2)
+def test_measuring_does_not_change_what_later_calls_give(group: Group) -> None:
     """What two fresh groups give for calls without a step, of which one has measured before."""
     found = []
     for measures in (False, True):
@@ -56,61 +55,39 @@ def count_with_trials(group: Group) -> list[str]:
         x = similar(group.rank())
         thinwire.all_reduce(x, group=fresh, codec="lloyd2", algorithm="one_shot")
         found.append(digest(x))
-    return found
+    assert found[0] == found[1]
 
 
-def test_measuring_does_not_change_what_later_calls_give(ranks: RankPool) -> None:
-    for first, second in ranks(2).run(count_with_trials):
-        assert first == second
-
-
-# --- explain and measure ----------------------------------------------------------------------------------------------
-
-
-def explain_alone(group: Group) -> tuple[str, float]:
-    fresh = dist.new_group()
-    told = ""
-    began = time.monotonic()
+@on_ranks(2)
+def test_one_rank_may_ask_for_an_explanation_alone(group: Group) -> None:
+    fresh, began = dist.new_group(), time.monotonic()
     if group.rank() == 0:
         told = str(thinwire.explain(torch.zeros(1000), fresh, codec="int4"))
-    took = time.monotonic() - began
+        assert "not measured yet" in told
+        assert "thinwire.measure(" in told
+    assert time.monotonic() - began < 60  # the group's timeout is half an hour
     dist.barrier(group)
-    return told, took
-
-
-def test_one_rank_may_ask_for_an_explanation_alone(ranks: RankPool) -> None:
-    told, took = ranks(2).run(explain_alone)[0]
-    assert "not measured yet" in told
-    assert "thinwire.measure(" in told
-    assert took < 60  # the group's timeout is half an hour
-
-
-def measure_then_explain(group: Group, numel: int) -> tuple[str, str, int, list[str]]:
-    fresh = dist.new_group()
-    with heard() as lines:
-        measured = thinwire.measure(torch.zeros(numel), fresh, codec="int8")
-    channel = channel_of(fresh, torch.device("cpu"))
-    sizes = [size for curves in channel.measured.curves.values() for points in curves.values() for size, _ in points]
-    told = thinwire.explain(torch.zeros(numel), fresh, codec="int8")
-    assert str(told) == str(measured)
-    return str(told), told.algorithm, max(sizes), lines
 
 
 @pytest.mark.parametrize("numel", [1, 300, 20_000])
-def test_measuring_goes_up_to_the_size_asked_for_and_says_so_once(ranks: RankPool, numel: int) -> None:
-    found = ranks(2).run(measure_then_explain, numel)
-    assert len({told for told, _, _, _ in found}) == 1, "the ranks were told different things"
-    for told, algorithm, largest, _ in found:
-        assert algorithm in ("plain", "one_shot", "two_phase")
-        assert "Gbit/s per rank" in told
-        assert largest <= max(numel, 256)
-    first, second = (lines for *_, lines in found)
-    assert len(first) == 1
-    assert "measuring the link of this group" in first[0]
-    assert second == []
+@on_ranks(2)
+def test_measuring_goes_up_to_the_size_asked_for_and_says_so_once(group: Group, numel: int) -> str:
+    fresh = dist.new_group()
+    with heard() as lines:
+        measured = thinwire.measure(torch.zeros(numel), fresh, codec="int8")
+    curves = channel_of(fresh, torch.device("cpu")).measured.curves.values()
+    assert max(size for curve in curves for points in curve.values() for size, _ in points) <= max(numel, 256)
+    told = thinwire.explain(torch.zeros(numel), fresh, codec="int8")
+    assert str(told) == str(measured)
+    assert told.algorithm in ("plain", "one_shot", "two_phase")
+    assert "Gbit/s per rank" in str(told)
+    assert len(lines) == (group.rank() == 0)
+    assert all("measuring the link of this group" in line for line in lines)
+    return str(told)
 
 
-def measure_more(group: Group) -> list[int]:
+@on_ranks(2)
+def test_a_larger_message_is_measured_when_it_comes(group: Group) -> None:
     fresh = dist.new_group()
     channel = channel_of(fresh, torch.device("cpu"))
     counts = []
@@ -118,19 +95,14 @@ def measure_more(group: Group) -> list[int]:
         thinwire.measure(torch.zeros(numel), fresh)
         (curves,) = channel.measured.curves.values()
         counts.append(len(curves["plain"]))
-    return counts
+    once, near, again, larger = counts
+    assert once == near == again
+    assert larger > once
 
 
-def test_a_larger_message_is_measured_when_it_comes(ranks: RankPool) -> None:
-    for once, near, again, larger in ranks(2).run(measure_more):
-        assert once == near == again
-        assert larger > once
-
-
-# --- Work -------------------------------------------------------------------------------------------------------------
-
-
-def works(group: Group, algorithm: str) -> list[tuple[bool, ...]]:
+@pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
+@on_ranks(2)
+def test_a_work_is_torchs(group: Group, algorithm: str) -> None:
     found = []
     for verb in ("all_reduce", "reduce_scatter_tensor", "broadcast"):
         x = similar(group.rank())
@@ -148,20 +120,12 @@ def works(group: Group, algorithm: str) -> list[tuple[bool, ...]]:
         (result,) = work.result()
         facts = isinstance(work, dist.Work), result is x, work.is_completed(), work.is_success()
         found.append((*facts, work.exception() is None, work.get_future().wait()[0] is x))
-    return found
+    assert all(all(facts) for facts in found), found
 
 
-@pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
-def test_a_work_is_torchs(ranks: RankPool, algorithm: str) -> None:
-    for found in ranks(2).run(works, algorithm):
-        assert all(all(facts) for facts in found), found
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-def shapes_and_spellings(group: Group) -> int:
-    """Calls that are the same to everybody although ranks write them differently."""
+@on_ranks(2, gives=1)
+def test_a_plan_is_kept_for_what_ranks_agree_on(group: Group) -> int:
+    """Neither another shape of as many elements nor another spelling of a codec is another call."""
     fresh = dist.new_group()
     codecs = ("int8", "int8:block=128", thinwire.codec("int8"))
     for shape in ((64, 64), (4096,)) if group.rank() else ((4096,), (64, 64)):
@@ -170,31 +134,17 @@ def shapes_and_spellings(group: Group) -> int:
     return len(channel_of(fresh, torch.device("cpu")).plans)
 
 
-def test_a_plan_is_kept_for_what_ranks_agree_on(ranks: RankPool) -> None:
-    """Neither another shape of as many elements nor another spelling of a codec is another call."""
-    assert ranks(2).run(shapes_and_spellings) == [1, 1]
-
-
-def many_sizes(group: Group, most: int) -> int:
+@on_ranks(2)
+def test_plans_of_ever_new_sizes_are_forgotten(group: Group) -> None:
     fresh = dist.new_group()
-    from thinwire.collectives import channel
-
-    kept = channel.MOST_KINDS
-    channel.MOST_KINDS = most
-    try:
-        for numel in range(1, 3 * most):
+    with patch("thinwire.collectives.channel.MOST_KINDS", 8):
+        for numel in range(1, 3 * 8):
             thinwire.all_reduce(torch.ones(numel), group=fresh, algorithm="one_shot")
-    finally:
-        channel.MOST_KINDS = kept
-    return len(channel_of(fresh, torch.device("cpu")).plans)
+    assert 0 < len(channel_of(fresh, torch.device("cpu")).plans) <= 8
 
 
-def test_plans_of_ever_new_sizes_are_forgotten(ranks: RankPool) -> None:
-    for count in ranks(2).run(many_sizes, 8):
-        assert 0 < count <= 8
-
-
-def exchange_by_size(group: Group) -> list[str]:
+@on_ranks(2)
+def test_ranks_exchange_with_a_codec_that_depends_on_sizes(group: Group) -> None:
     """A codec that depends on sizes, which only their own rank knows."""
     fresh = dist.new_group()
     codec = "bysize(small=bf16; large=int8; min_numel=100)"
@@ -206,53 +156,32 @@ def exchange_by_size(group: Group) -> list[str]:
         came = [torch.zeros(tensor.numel()) for tensor in sent]
         thinwire.all_to_all(came, sent, fresh, codec=codec, algorithm="compressed")
         found.append(str([float(tensor.mean()) for tensor in came]))
-    return found
+    assert found == ["[1.0, 1.0]"] * 2
 
 
-def test_ranks_exchange_with_a_codec_that_depends_on_sizes(ranks: RankPool) -> None:
-    for found in ranks(2).run(exchange_by_size):
-        assert found == ["[1.0, 1.0]"] * 2
-
-
-def measure_differently(group: Group) -> str:
+@on_ranks(2)
+def test_ranks_that_measure_different_things_are_told(group: Group) -> None:
     fresh = dist.new_group()
-    with pytest.raises(thinwire.DisagreementError) as told:
+    with pytest.raises(thinwire.DisagreementError, match=r"measure\(numel=1000.*measure\(numel=2000"):
         thinwire.measure(torch.zeros(1000 * (1 + group.rank())), fresh)
     thinwire.measure(torch.zeros(10), fresh)  # the group stays usable
-    return str(told.value)
 
 
-def test_ranks_that_measure_different_things_are_told(ranks: RankPool) -> None:
-    for told in ranks(2).run(measure_differently):
-        assert "measure(numel=1000" in told
-        assert "measure(numel=2000" in told
-
-
-def waits(group: Group) -> bool:
-    """As torch's own code waits: a timeout of zero is none."""
+@on_ranks(2)
+def test_a_timeout_of_zero_is_none(group: Group) -> None:
+    """As in torch's own code."""
     for algorithm in ("plain", "two_phase"):
         x = torch.ones(100_000)
         work = thinwire.all_reduce(x, group=group, algorithm=algorithm, async_op=True)  # type: ignore[arg-type]
         assert work is not None
         work.wait(timedelta(0))
         assert (x - group.size()).abs().max() < 0.1
-    return True
 
 
-def test_a_timeout_of_zero_is_none(ranks: RankPool) -> None:
-    assert ranks(2).run(waits) == [True, True]
-
-
-def any_dtype(group: Group) -> list[bool]:
-    found = []
+@on_ranks(1)
+def test_one_rank_alone_takes_any_dtype(group: Group) -> None:
     for dtype in (torch.int16, torch.float8_e4m3fn):
-        x = torch.arange(8).to(dtype)
-        out = torch.zeros(8, dtype=dtype)
+        x, out = torch.arange(8).to(dtype), torch.zeros(8, dtype=dtype)
         thinwire.all_reduce(x, group=group)
         thinwire.all_gather_into_tensor(out, x, group)
-        found.append(torch.equal(out.float(), torch.arange(8).float()))
-    return found
-
-
-def test_one_rank_alone_takes_any_dtype(ranks: RankPool) -> None:
-    assert ranks(1).run(any_dtype) == [[True, True]]
+        assert torch.equal(out.float(), torch.arange(8).float())

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._quantization import quantization as torchs
 
-from cases import assert_same, seeded
-from ranks import RankPool
+from cases import assert_same, on_ranks, seeded
 from thinwire import Codec, CodecError, Lloyd, collectives
 from thinwire.collectives import Work
 from thinwire.collectives.auto_quantize import DQuantType, _then_divide, auto_quantize
@@ -46,8 +45,6 @@ def rows(source: int, target: int) -> int:
 def total(world: int, *shape: int) -> Tensor:
     return torch.stack([numbers(rank, *shape) for rank in range(world)]).sum(0)
 
-
-# --- every collective -------------------------------------------------------------------------------------------------
 
 # Arguments, outputs among them, and what these must become. Lists are copies: torch's writes new tensors into them.
 Case = tuple[dict[str, Any], list[Tensor], list[Tensor]]
@@ -148,24 +145,6 @@ NAMES = [name for name in CASES if hasattr(dist, name)]  # torch 2.13 is the fir
 LISTS = ["all_gather", "all_to_all", "all_reduce_coalesced"]
 
 
-def run_all(group: Group, how: str, quant_loss: float | None) -> list[str]:
-    """Call every collective with both types in one way; say what went wrong."""
-    wrong = []
-    for name in NAMES:
-        for qtype in BOTH:
-            arguments, outputs, expected = CASES[name](group.rank(), group.size())
-            wrapped = auto_quantize(getattr(dist, name), qtype, quant_loss)
-            work = call(wrapped, arguments, group, how)
-            if how.startswith("async"):
-                finish(work, how)
-            elif work is not None:
-                wrong.append(f"{name} returned {work}")
-            expected = [tensor / (quant_loss or 1) for tensor in expected]
-            if not all(map(torch.equal, outputs, expected)):
-                wrong.append(f"{name} {qtype}: {outputs} instead of {expected}")
-    return wrong
-
-
 def call(wrapped: Callable[..., Any], arguments: dict[str, Any], group: Group, how: str) -> Any:
     if how == "keywords":
         return wrapped(**arguments, group=group, async_op=False)
@@ -196,24 +175,30 @@ def finish(work: Any, how: str) -> None:
         *((2, "keywords", 4.0), (1, "async wait", 4.0)),
     ],
 )
+@on_ranks(gives=[])
 def test_every_collective_in_both_types_and_every_way_of_calling(
-    ranks: RankPool, world: int, how: str, quant_loss: float | None
-) -> None:
+    group: Group, how: str, quant_loss: float | None
+) -> list[str]:
     """torch's has three, bfp16 in two dimensions only, refuses async_op, and forgets quant_loss of lists and bfp16."""
-    assert ranks(world).run(run_all, how, quant_loss) == [[]] * world
+    wrong = []
+    for name in NAMES:
+        for qtype in BOTH:
+            arguments, outputs, expected = CASES[name](group.rank(), group.size())
+            wrapped = auto_quantize(getattr(dist, name), qtype, quant_loss)
+            work = call(wrapped, arguments, group, how)
+            if how.startswith("async"):
+                finish(work, how)
+            elif work is not None:
+                wrong.append(f"{name} returned {work}")
+            expected = [tensor / (quant_loss or 1) for tensor in expected]
+            if not all(map(torch.equal, outputs, expected)):
+                wrong.append(f"{name} {qtype}: {outputs} instead of {expected}")
+    return wrong
 
 
-# --- what torch's version does wrong, one by one ----------------------------------------------------------------------
-
-
-def test_str_of_a_type_is_its_value_where_torchs_raises() -> None:
-    assert [str(qtype) for qtype in BOTH] == ["fp16", "bfp16"]
-    assert [DQuantType("fp16"), DQuantType("bfp16")] == list(BOTH)
-    with pytest.raises(TypeError):
-        str(torchs.DQuantType.FP16)
-
-
-def splits_by_other_names(group: Group) -> bool:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(gives=True)
+def test_splits_by_older_names(group: Group) -> bool:
     arguments, (output,), (expected,) = all_to_all_single(group.rank(), group.size())
     arguments["out_splits"] = arguments.pop("output_split_sizes")
     arguments["in_splits"] = arguments.pop("input_split_sizes")
@@ -221,47 +206,25 @@ def splits_by_other_names(group: Group) -> bool:
     return torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_splits_by_older_names(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(splits_by_other_names) == [True] * world
-
-
-def test_splits_under_both_names_are_a_type_error() -> None:
-    wrapped = auto_quantize(dist.all_to_all_single, DQuantType.FP16)
-    with pytest.raises(TypeError, match="under both names"):
-        wrapped(blank(2), blank(2), out_splits=[2], output_split_sizes=[2])
-    with pytest.raises(TypeError, match="multiple values"):
-        wrapped(blank(2), blank(2), [2], out_splits=[2])
-    with pytest.raises(TypeError, match="out_splits"):
-        auto_quantize(dist.all_gather, DQuantType.FP16)([blank(2)], blank(2), out_splits=[2])
-
-
-def gather_in_pairs(group: Group) -> list[float]:
-    """World 3: ranks 0 and 1 talk in a group of their own, passed by position."""
+@on_ranks(3)
+def test_a_positional_group_is_used_where_torchs_ignores_it(group: Group) -> None:
+    """Ranks 0 and 1 talk in a group of their own, passed by position."""
     pair = dist.new_group([0, 1])
-    if group.rank() == 2:
-        return []
-    outputs = [blank(1), blank(1)]
-    auto_quantize(dist.all_gather, DQuantType.FP16)(outputs, torch.tensor([5.0 + group.rank()]), pair)
-    return [output.item() for output in outputs]
+    if group.rank() < 2:
+        outputs = [blank(1), blank(1)]
+        auto_quantize(dist.all_gather, DQuantType.FP16)(outputs, torch.tensor([5.0 + group.rank()]), pair)
+        assert [output.item() for output in outputs] == [5.0, 6.0]
 
 
-def test_a_positional_group_is_used_where_torchs_ignores_it(ranks: RankPool) -> None:
-    assert ranks(3).run(gather_in_pairs) == [[5.0, 6.0], [5.0, 6.0], []]
-
-
-def gather_shapes(group: Group, shape: tuple[int, ...]) -> list[bool]:
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
+@on_ranks(2, gives=[True] * 4)
+def test_any_shape_where_torchs_bfp16_takes_two_dimensions(group: Group, shape: tuple[int, ...]) -> list[bool]:
     results = []
     for qtype in BOTH:
         outputs = [blank(*shape) for _ in range(group.size())]
         auto_quantize(dist.all_gather, qtype)(outputs, numbers(group.rank(), *shape))
         results += [torch.equal(output, numbers(rank, *shape)) for rank, output in enumerate(outputs)]
     return results
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
-def test_any_shape_where_torchs_bfp16_takes_two_dimensions(ranks: RankPool, shape: tuple[int, ...]) -> None:
-    assert ranks(2).run(gather_shapes, shape) == [[True] * 4] * 2
 
 
 def count_encoded(group: Group, name: str) -> int:
@@ -281,58 +244,53 @@ def count_encoded(group: Group, name: str) -> int:
     return sum(seen)
 
 
-def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(ranks: RankPool) -> None:
-    assert ranks(3).run(count_encoded, "all_gather") == [N] * 3
-    for rank, encoded in enumerate(ranks(3).run(count_encoded, "all_to_all")):
-        assert encoded == sum(rows(rank, other) for other in range(3) if other != rank)
+@on_ranks(3)
+def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(group: Group) -> None:
+    """However small: some rank encodes something in every collective."""
+    for name in NAMES:
+        encoded = torch.tensor([count_encoded(group, name)])
+        if name == "all_gather":
+            assert encoded.item() == N
+        elif name == "all_to_all":
+            assert encoded.item() == sum(rows(group.rank(), other) for other in range(3) if other != group.rank())
+        dist.all_reduce(encoded)
+        assert encoded.item() > 0, name
 
 
-def gather_specials(group: Group, qtype: DQuantType | str, x: Tensor) -> Tensor:
-    outputs = [blank(*x.shape) for _ in range(group.size())]
-    auto_quantize(dist.all_gather, qtype)(outputs, x)
-    return outputs[1 - group.rank()]
+@on_ranks(2)
+def test_numbers_arrive_as_a_cast_leaves_them_where_torchs_fp16_clamps_infinities(group: Group) -> None:
+    """Infinities and NaN stay (torch's bf16 makes numbers of some); beyond 65504 float16 becomes infinite.
+
+    The codec fp16 overflows nowhere: it has scales, which a cast has not.
+    """
+    x = SPECIAL.repeat(17)  # some 300, no multiple of a block
+    large = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
+    fp16, bfp16 = BOTH
+    for qtype, sent, want in ((fp16, x, x.half()), (bfp16, x, x.bfloat16()), ("fp16", large, large)):
+        outputs = [blank(*sent.shape) for _ in range(group.size())]
+        auto_quantize(dist.all_gather, qtype)(outputs, sent)
+        assert_same(outputs[1 - group.rank()], want.float(), str(qtype))
 
 
 NANS = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -0x7FFFFF, -1], dtype=torch.int32).view(torch.float32)
 SIZES = (math.inf, -math.inf, 65504.0, 65519.0, 65520.0, -7e4, 1e38, 6e-8, -1e-9, 0.0, 1.0, -2.5, math.nan)
 SPECIAL = torch.cat((torch.tensor(SIZES), NANS))
-CAST = {DQuantType.FP16: torch.float16, DQuantType.BFP16: torch.bfloat16}
-
-
-@pytest.mark.parametrize("qtype", BOTH, ids=str)
-def test_numbers_arrive_as_a_cast_leaves_them_where_torchs_fp16_clamps_infinities(
-    ranks: RankPool, qtype: DQuantType
-) -> None:
-    """Infinities and NaN stay (torch's bf16 makes numbers of some); beyond 65504 float16 becomes infinite."""
-    x = SPECIAL.repeat(17)  # some 300, no multiple of a block
-    for y in ranks(2).run(gather_specials, qtype, x):
-        assert_same(y, x.to(CAST[qtype]).float())
-
-
-def sum_specials(group: Group, qtype: DQuantType, x: Tensor) -> Tensor:
-    """The sum of rank 0's numbers and the others' ones."""
-    y = x.clone() if group.rank() == 0 else torch.ones_like(x)
-    auto_quantize(dist.all_reduce, qtype)(y)
-    return y
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_with_infinities_are_infinite_and_leave_the_others_alone(ranks: RankPool, world: int) -> None:
+@on_ranks()
+def test_sums_with_infinities_are_infinite_and_leave_the_others_alone(group: Group, world: int) -> None:
+    """The sum of rank 0's numbers and the others' ones."""
     x = torch.arange(-150.0, 151.0)
     x[[0, 140]] = math.inf
     x[[7, 300]] = -math.inf
-    for y in ranks(world).run(sum_specials, DQuantType.FP16, x):
-        assert_same(y, x + world - 1)
+    y = x.clone() if group.rank() == 0 else torch.ones_like(x)
+    auto_quantize(dist.all_reduce, DQuantType.FP16)(y)
+    assert_same(y, x + world - 1)
 
 
-def test_the_codec_fp16_overflows_nowhere(ranks: RankPool) -> None:
-    """It has scales, which a cast has not."""
-    x = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
-    for y in ranks(2).run(gather_specials, "fp16", x):
-        assert torch.equal(y, x)
-
-
-def tuples(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_tuples_serve_as_lists_where_torchs_refuses_them(group: Group) -> list[str]:
     wrong = []
     for name in LISTS:
         arguments, outputs, expected = CASES[name](group.rank(), group.size())
@@ -341,13 +299,6 @@ def tuples(group: Group) -> list[str]:
         if not all(torch.equal(output, tensor / 2) for output, tensor in zip(outputs, expected, strict=True)):
             wrong.append(name)
     return wrong
-
-
-def test_tuples_serve_as_lists_where_torchs_refuses_them(ranks: RankPool) -> None:
-    assert ranks(2).run(tuples) == [[]] * 2
-
-
-# --- the callable -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -360,30 +311,38 @@ def test_the_signature_is_the_wrapped_functions_own(name: str) -> None:
     assert inspect.signature(pickle.loads(pickle.dumps(wrapped))) == inspect.signature(func)
 
 
-@pytest.mark.parametrize("qtype", [*BOTH, "fp16", "bfp16", "bf16", "int4:block=64", Lloyd(2)], ids=str)
-def test_types_codec_strings_and_codecs(qtype: Any) -> None:
-    auto_quantize(dist.all_reduce, qtype)
-
-
-def test_an_unknown_type_is_refused() -> None:
+def test_misuse_is_refused() -> None:
+    for qtype in (*BOTH, "fp16", "bfp16", "bf16", "int4:block=64", Lloyd(2)):
+        auto_quantize(dist.all_reduce, qtype)
     for qtype in ("fp17", torch.float16, None, torchs.DQuantType.FP16):
         with pytest.raises(CodecError, match=r"qtype must be DQuantType\.FP16"):
             auto_quantize(dist.all_gather, qtype)  # type: ignore[arg-type]
+    for name in ("send", "recv", "isend", "irecv", "barrier", "all_gather_object", "new_group"):
+        with pytest.raises(CollectiveError, match=rf"all_to_all_single.*reduce_scatter_tensor.*got '{name}'"):
+            auto_quantize(getattr(dist, name), DQuantType.FP16)
+    for quant_loss in (0, 0.0, math.nan, math.inf):
+        with pytest.raises(CollectiveError, match="quant_loss"):
+            auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
+    functions = (dist.all_to_all_single, dist.all_gather, collectives.all_reduce)
+    x, (single, gather, own) = blank(2), (auto_quantize(function, "fp16") for function in functions)
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: single(x, x, out_splits=[2], output_split_sizes=[2]), TypeError, "under both names"),
+        (lambda: single(x, x, [2], out_splits=[2]), TypeError, "multiple values"),
+        (lambda: gather([x], x, out_splits=[2]), TypeError, "out_splits"),
+        (lambda: own(x, codec="int8"), TypeError, "codec is given twice"),
+        (lambda: own(x, algorithm="plain"), CollectiveError, "plain"),
+    ]
+    for call, error, said in calls:
+        with pytest.raises(error, match=said):
+            call()
+    assert [str(qtype) for qtype in BOTH] == ["fp16", "bfp16"]
+    assert [DQuantType("fp16"), DQuantType("bfp16")] == list(BOTH)
+    with pytest.raises(TypeError):
+        str(torchs.DQuantType.FP16)
 
 
-@pytest.mark.parametrize("name", ["send", "recv", "isend", "irecv", "barrier", "all_gather_object", "new_group"])
-def test_other_functions_are_refused_with_the_list_of_what_works(name: str) -> None:
-    with pytest.raises(CollectiveError, match=rf"all_to_all_single.*reduce_scatter_tensor.*got '{name}'"):
-        auto_quantize(getattr(dist, name), DQuantType.FP16)
-
-
-@pytest.mark.parametrize("quant_loss", [0, 0.0, math.nan, math.inf])
-def test_a_quant_loss_that_cannot_divide_is_refused(quant_loss: float) -> None:
-    with pytest.raises(CollectiveError, match="quant_loss"):
-        auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
-
-
-def own_verbs(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_thinwires_own_verbs_are_wrapped_too(group: Group) -> list[str]:
     wrong = []
     for name in ("all_reduce", "all_gather", "all_to_all", "all_to_all_single", "broadcast", "all_reduce_coalesced"):
         func = getattr(collectives, name)
@@ -397,61 +356,26 @@ def own_verbs(group: Group) -> list[str]:
     return wrong
 
 
-def test_thinwires_own_verbs_are_wrapped_too(ranks: RankPool) -> None:
-    assert ranks(2).run(own_verbs) == [[]] * 2
+@on_ranks(2)
+def test_misuse_of_the_rewritten_ones_is_refused(group: Group) -> None:
+    misuse: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+        ("gather", (blank(1),), {"dst": 0, "group_dst": 0}, "name the root once"),
+        ("reduce", (blank(1),), {"group_dst": 2}, "must be 0..1, got 2"),
+        ("scatter", (blank(1),), {"src": -1}, "must be 0..1, got -1"),
+        ("gather", (blank(1), [blank(1)]), {"dst": group.rank()}, "gather_list: expected 2 tensors on this rank, got"),
+        ("scatter", (blank(1),), {"src": group.rank()}, "scatter_list: expected 2 tensors on this rank, got none"),
+        ("reduce_scatter", (blank(2), [blank(2), blank(3)]), {}, "expected 2 elements"),
+    ]
+    for name, args, keywords, said in misuse:
+        with pytest.raises(CollectiveError, match=said):
+            auto_quantize(getattr(dist, name), "fp16")(*args, **keywords)
 
 
-def test_a_second_codec_or_no_codec_is_refused(ranks: RankPool) -> None:
-    wrapped = auto_quantize(collectives.all_reduce, "fp16")
-    with pytest.raises(TypeError, match="codec is given twice"):
-        wrapped(blank(2), codec="int8")
-    with pytest.raises(CollectiveError, match="plain"):
-        wrapped(blank(2), algorithm="plain")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_message_goes_through_the_codec_however_small(ranks: RankPool, name: str) -> None:
-    assert sum(ranks(2).run(count_encoded, name)) > 0
-
-
-def refused_roots(group: Group) -> list[str]:
-    said = []
-    for name, keywords in [
-        ("gather", {"dst": 0, "group_dst": 0}),
-        ("reduce", {"group_dst": 2}),
-        ("scatter", {"src": -1}),
-        ("gather", {"gather_list": [blank(1)], "dst": 0}),
-        ("scatter", {"src": 0}),
-    ]:
-        if keywords == {"src": 0} and group.rank():
-            continue
-        with pytest.raises(CollectiveError) as caught:
-            auto_quantize(getattr(dist, name), "fp16")(blank(1), **keywords)
-        said.append(str(caught.value))
-    with pytest.raises(CollectiveError) as caught:
-        auto_quantize(dist.reduce_scatter, "fp16")(blank(2), [blank(2), blank(3)])
-    return [*said, str(caught.value)]
-
-
-def test_misuse_of_the_rewritten_ones_is_refused(ranks: RankPool) -> None:
-    root, _ = ranks(2).run(refused_roots)
-    once, nobody, negative, length, absent, uneven = root
-    assert "name the root once" in once
-    assert "must be 0..1, got 2" in nobody
-    assert "must be 0..1, got -1" in negative
-    assert "gather_list: expected 2 tensors on this rank, got 1 tensors" in length
-    assert "scatter_list: expected 2 tensors on this rank, got none" in absent
-    assert "expected 2 elements" in uneven
-
-
-def untouched_elsewhere(group: Group) -> bool:
+@on_ranks(3, gives=True)
+def test_reduce_changes_the_roots_tensor_alone(group: Group) -> bool:
     x = numbers(group.rank(), N)
     auto_quantize(dist.reduce, DQuantType.FP16, 2.0)(x, 1)
     return torch.equal(x, numbers(group.rank(), N)) if group.rank() != 1 else torch.equal(x, total(3, N) / 2)
-
-
-def test_reduce_changes_the_roots_tensor_alone(ranks: RankPool) -> None:
-    assert ranks(3).run(untouched_elsewhere) == [True] * 3
 
 
 def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
@@ -464,13 +388,10 @@ def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
     assert torch.equal(x, torch.ones(2))
 
 
-def old_names_warn_nothing(group: Group) -> int:
+@on_ranks(2, gives=0)
+def test_a_deprecated_name_of_torch_is_wrapped_in_silence(group: Group) -> int:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         arguments, _, _ = all_gather_into_tensor(group.rank(), group.size())
         auto_quantize(dist.all_gather_into_tensor, "bf16")(**arguments)
     return len(seen)
-
-
-def test_a_deprecated_name_of_torch_is_wrapped_in_silence(ranks: RankPool) -> None:
-    assert ranks(2).run(old_names_warn_nothing) == [0, 0]

@@ -41,13 +41,9 @@ def bench(*flags: str) -> Any:
     return CliRunner().invoke(app, ["bench", *flags])
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_columns_scripts_rely_on() -> None:
     kinds = {"codec", "kernels", "collectives", "train", "loss", "qat", "link", "soak"}
-    assert set(record.COLUMNS) == kinds
-    assert set(record.COLUMNS["codec"]) == set(CODEC_ROW)
+    assert (set(record.COLUMNS), set(record.COLUMNS["codec"])) == (kinds, set(CODEC_ROW))
     kernels = "op codec backend device dtype numel world threads ms_p50 ms_p20 ms_p80 copy_ms times_copy copy_share"
     assert set(record.COLUMNS["kernels"]) == {*kernels.split(), "times_eager"}
     speed: record.Row = {**dict.fromkeys(record.QAT_SPEED), "op": "forward"}
@@ -65,27 +61,24 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (row["nmse"], row["db_above_rd"]) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"schema": 2}, "expected a record of schema 1, got 2"),
-        ({"kind": "speed"}, "kind must be one of codec, kernels"),
-        ({"kind": None}, "expected 'kind' to be a str"),
-        ({"rows": {}}, "expected 'rows' to be a list"),
-        ({"rows": [3]}, "row 0 is a int"),
-        ({"rows": [CODEC_ROW, {"codec": "int8"}]}, "row 1 of this codec record lacks distribution, wire_bits"),
-        ({"rows": [{**CODEC_ROW, "curve": [[1]]}]}, "expected 'curve' to be a list of"),
-        ({"conditions": {"date": ""}}, "the conditions lack thinwire, torch"),
-        ({"conditions": {**dict.fromkeys(record.CONDITIONS), "cpu": []}}, "expected the condition 'cpu' to be one"),
-    ],
-)
-def test_a_wrong_record_is_refused(change: dict[str, Any], complaint: str) -> None:
-    text = json.dumps({**json.loads(record.dumps(a_record())), **change})
-    with pytest.raises(record.RecordError, match=complaint):
-        record.loads(text)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schema": 2}, "expected a record of schema 1, got 2"),
+    ({"kind": "speed"}, "kind must be one of codec, kernels"),
+    ({"kind": None}, "expected 'kind' to be a str"),
+    ({"rows": {}}, "expected 'rows' to be a list"),
+    ({"rows": [3]}, "row 0 is a int"),
+    ({"rows": [CODEC_ROW, {"codec": "int8"}]}, "row 1 of this codec record lacks distribution, wire_bits"),
+    ({"rows": [{**CODEC_ROW, "curve": [[1]]}]}, "expected 'curve' to be a list of"),
+    ({"conditions": {"date": ""}}, "the conditions lack thinwire, torch"),
+    ({"conditions": {**dict.fromkeys(record.CONDITIONS), "cpu": []}}, "expected the condition 'cpu' to be one"),
+]
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    for change, complaint in WRONG:
+        text = json.dumps({**json.loads(record.dumps(a_record())), **change})
+        with pytest.raises(record.RecordError, match=complaint):
+            record.loads(text)
     for text in ("codec", "[" * 100_000, "9" * 6000, '{"schema": ' + "9" * 6000 + "}"):
         with pytest.raises(record.RecordError, match="not JSON"):
             record.loads(text)
@@ -97,14 +90,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
 
 
 def test_conditions_are_complete_and_name_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = [
-        "--codecs",
-        "lloyd4/int8,int8/int8",
-        "--codecs=int8/none",
-        "--json=/home/me/a.json",
-        "--json",
-        "b/c d.json",
-    ]
+    flags = ["--codecs", "lloyd4/int8,int8/int8", "--codecs=int8/none", "--json=/home/a.json", "--json", "b/c d.json"]
     shown = "--codecs lloyd4/int8,int8/int8 --codecs=int8/none --json=a.json --json 'c d.json'"
     monkeypatch.setattr("sys.argv", ["/home/me/bin/thinwire", "bench", *flags])
     found = record.conditions(timing.CPU)
@@ -114,18 +100,12 @@ def test_conditions_are_complete_and_name_no_directory(monkeypatch: pytest.Monke
     assert record.conditions(timing.CPU)["command"] == f"python -m benchmarks.train {shown}"
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("text", "rate"), [("1gbit", 1e9), (" 2.5Gbit ", 2.5e9), ("56kbit", 56e3)])
-def test_rates(text: str, rate: float) -> None:
-    assert (links.parse(text).rate, str(links.parse(text))) == (rate, text.strip().lower())
-
-
-@pytest.mark.parametrize("text", ["fast", "1", "1gb", "-1gbit", "0mbit", "1gbit 2gbit", "", "20mbit+50ms"])
-def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(links.BenchError, match="expected a rate such as 100mbit or 1gbit, got"):
-        links.parse(text)
+def test_rates() -> None:
+    for text, rate in (("1gbit", 1e9), (" 2.5Gbit ", 2.5e9), ("56kbit", 56e3)):
+        assert (links.parse(text).rate, str(links.parse(text))) == (rate, text.strip().lower())
+    for text in ("fast", "1", "1gb", "-1gbit", "0mbit", "1gbit 2gbit", "", "20mbit+50ms"):
+        with pytest.raises(links.BenchError, match="expected a rate such as 100mbit or 1gbit, got"):
+            links.parse(text)
 
 
 def test_without_root_or_tools_the_message_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +171,6 @@ def shapes_links() -> bool:
         return False
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(links.BenchError, match="expected a GPU and NCCL, got no CUDA device"):
         launch.nccl_ranks([2], [1])
@@ -215,9 +192,6 @@ def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert "NCCL_MAX_CTAS" not in environment  # the user's own stays
     assert NcclRanks(2, 2).environment(0) == {}
-
-
-# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,9 +325,6 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     assert f"tw{os.getpid()}n" not in links._run("ip", "netns", "list")
 
 
-# --- link -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_rate_is_that_of_the_slowest_rank() -> None:
     row = exchange.row_of([[1e-3, 3e-3, 2e-3], [2e-3, 1e-3, 1e-3]], 1 << 20, "1gbit", "gloo")
     assert (row["world"], row["nbytes"], row["ms_p50"]) == (2, 1 << 20, 2)
@@ -372,9 +343,6 @@ def test_the_ranks_of_a_job_measure_their_link(ranks: RankPool) -> None:
     ]
     assert min(times) > 0
     assert all(other == times for _, other in others)  # all ranks know the slowest one's
-
-
-# --- step -------------------------------------------------------------------------------------------------------------
 
 
 def test_names_of_schemes() -> None:

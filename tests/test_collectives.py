@@ -5,6 +5,7 @@ gloo.
 """
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from cases import (
     each_device,
     given,
     needs_cuda,
+    on_ranks,
     seeded,
     small_chunks,
     thorough,
@@ -37,7 +39,6 @@ from cases import (
     worlds,
 )
 from ranks import RankPool
-from replicas import message_of
 from thinwire.collectives import Work, traffic
 from thinwire.collectives.checks import check_tensors
 from thinwire.errors import CodecError, CollectiveError, ThinwireError
@@ -220,15 +221,16 @@ def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, world: 
     codecs = ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")
     slack = 1 + 4 * math.sqrt(2 / x.numel()) * 2
     for name, (two_phase, one_shot) in zip(codecs, ranks(world).run(nmse_of, codecs, x.numel())[0], strict=True):
-        coder = thinwire.codec(name)
-        y = torch.empty_like(x)
+        coder, y = thinwire.codec(name), torch.empty_like(x)
         coder.decode(wire_of(coder, x), y)
         once = float((x - y).square().sum() / x.square().sum())
         assert one_shot <= once * slack, name
         assert two_phase <= 2 * once * slack, name
 
 
-def alone(group: Group, device: Device) -> None:
+@each_device
+@on_ranks(1)
+def test_one_rank_alone_is_exact(group: Group, device: Device) -> None:
     """Every verb in a world of one rank, with a codec that would show, on rows and on transposed matrices."""
     for x in (given(300, 0).to(device), given(300, 0).view(20, 15).t().to(device)):
         for algorithm, op, factor in ((SHARED[0], AVG, 1), (SHARED[1], AVG, 1), (SHARED[0], op_of(-2.0), -2)):
@@ -250,60 +252,38 @@ def alone(group: Group, device: Device) -> None:
                 y = torch.full_like(x, math.nan)
                 getattr(thinwire, verb)(y, *args, **how)
                 assert torch.equal(y, factor * x), f"{verb} {algorithm}"
-            y = torch.full_like(x, math.nan)
-            z = torch.full_like(x, math.nan)
+            y, z = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
             thinwire.all_gather([y], x, **how)
             thinwire.all_to_all([z], [x], **how)
             assert torch.equal(y, x)
             assert torch.equal(z, x)
             thinwire.broadcast(y, 0, **how)
             assert torch.equal(y, x)
+    x = given(8, 0)
+    for algorithm in ("auto", "plain"):  # a codec is named where nothing travels, too
+        for verb, *args in (("all_reduce", x), ("broadcast", x, 0), ("all_to_all_single", x.clone(), x)):
+            with pytest.raises(CodecError, match="unknown codec 'int9'"):
+                getattr(thinwire, verb)(*args, codec="int9", algorithm=algorithm)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.view(30, 40).t(),
+    "every other": lambda x: x[::2],
+    "columns": lambda x: x.view(2, 30, 20)[:, 3:9],
+    "channels last": lambda x: x.view(4, 3, 10, 10).to(memory_format=torch.channels_last),
+}
 
 
 @each_device
-def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
-    ranks(1).run(alone, device)
-
-
-def misspelt(group: Group) -> list[str]:
-    x = given(8, 0)
-    algorithms = ("auto", "plain")
-    found = [message_of(lambda a=a: thinwire.all_reduce(x, codec="int9", algorithm=a)) for a in algorithms]
-    found += [message_of(lambda a=a: thinwire.broadcast(x, 0, codec="int9", algorithm=a)) for a in algorithms]
-    return [*found, message_of(lambda: thinwire.all_to_all_single(x.clone(), x, codec="int9"))]
-
-
-def test_a_codec_that_there_is_not_is_named_where_nothing_travels_too(ranks: RankPool) -> None:
-    (told,) = ranks(1).run(misspelt)
-    assert all("unknown codec 'int9'" in text for text in told)
-
-
-def strided(group: Group, algorithm: str, codec: str, device: Device) -> list[tuple[Tensor, Tensor]]:
-    """(result, the same of contiguous numbers) for layouts that are no row of numbers."""
-    rank = group.rank()
-    pairs = []
-    base = given(1200, rank).to(device)
-    for view in (
-        lambda t: t.view(30, 40).t(),
-        lambda t: t[::2],
-        lambda t: t.view(2, 30, 20)[:, 3:9],
-        lambda t: t.view(4, 3, 10, 10).to(memory_format=torch.channels_last),
-    ):
-        x = view(base.clone())
+@on_ranks(3)
+def test_strided_tensors_get_what_contiguous_ones_get(group: Group, device: Device) -> None:
+    for algorithm, (name, lay) in itertools.product((*SHARED, "plain"), LAYOUTS.items()):
+        x = lay(given(1200, group.rank()).to(device))
         y = x.clone(memory_format=torch.contiguous_format)
         with small_chunks():
-            thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
-            thinwire.all_reduce(y, codec=codec, algorithm=algorithm)
-        pairs.append((x.contiguous().cpu(), y.cpu()))
-    return pairs
-
-
-@each_device
-def test_strided_tensors_get_what_contiguous_ones_get(ranks: RankPool, device: Device) -> None:
-    for algorithm in (*SHARED, "plain"):
-        for pairs in ranks(3).run(strided, algorithm, "int8", device):
-            for got, want in pairs:
-                assert_same(got, want, algorithm)
+            thinwire.all_reduce(x, codec="int8", algorithm=algorithm)
+            thinwire.all_reduce(y, codec="int8", algorithm=algorithm)
+        assert_same(x.contiguous().cpu(), y.cpu(), f"{algorithm} {name}")
 
 
 def view(group: Group) -> None:
@@ -350,8 +330,7 @@ def leaves(group: Group) -> None:
 
 def inference_tensors(group: Group) -> None:
     with torch.inference_mode():
-        x = torch.ones(40)
-        y = torch.ones(8, 10).t()
+        x, y = torch.ones(40), torch.ones(8, 10).t()
         z = [torch.ones(5), torch.ones(6)]
         thinwire.all_reduce(x, codec="none", algorithm="two_phase")
         thinwire.all_reduce(y, codec="none", algorithm="two_phase")
@@ -378,8 +357,7 @@ def arguments_by_position(group: Group) -> None:
     assert work is not None
     assert work.wait()
     assert (x == 1).all()
-    y = torch.empty(3 * group.size())
-    z = torch.ones(3)
+    y, z = torch.empty(3 * group.size()), torch.ones(3)
     how: Any = {"algorithm": "plain"}
     thinwire.all_gather_into_tensor(y, z, group, False, **how)
     thinwire.reduce_scatter_tensor(z, y, SUM, group, False, **how)
@@ -398,8 +376,7 @@ def steps_and_rotations(group: Group) -> None:
         x = given(600, group.rank())
         thinwire.all_reduce(x, codec="lloyd2", algorithm="two_phase", step=step)
         digests.append(digest(x))
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
+    assert (digests[0], len(set(digests))) == (digests[1], 3)
 
 
 def traffic_of_torch(group: Group) -> None:
@@ -425,8 +402,7 @@ def wrapped_tensors(group: Group) -> None:
 
 def coalescing_of_torch(group: Group) -> None:
     """Inside torch's _coalescing_manager calls run at once, those that torch serves too."""
-    whole = torch.empty(20)
-    x = torch.ones(10)
+    whole, x = torch.empty(20), torch.ones(10)
     for _ in range(2):
         with dist._coalescing_manager():
             thinwire.all_reduce(x, algorithm="plain")
@@ -450,9 +426,7 @@ def test_two_ranks_with(ranks: RankPool, check: Callable[[Group], None]) -> None
 def in_groups(group: Group) -> list[float]:
     """A group of all, one of some, a mesh, a mesh's dimension."""
     rank, world = group.rank(), group.size()
-    found = []
-    everyone = dist.new_group()
-    some = dist.new_group([world - 1, 0])
+    found, everyone, some = [], dist.new_group(), dist.new_group([world - 1, 0])
     mesh = init_device_mesh("cpu", (world,))
     named = init_device_mesh("cpu", (1, world), mesh_dim_names=("pp", "dp"))
     for member in (everyone, mesh, named["dp"], named["pp"]):
@@ -510,34 +484,25 @@ def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, 
         hierarchical_range(shape, *kind).assert_holds(answers[0][1], f"{shape} {kind}")
 
 
-def near_the_end(group: Group, pairs: Sequence[tuple[str, str]]) -> list[list[float]]:
-    """The largest of what comes of numbers near fp16's largest, and of those whose mean is past it."""
+@on_ranks(4)
+def test_an_error_past_the_largest_number_is_none(group: Group) -> None:
+    """As in a flat sum: lloyd4 takes some of 60000 past 65504, the largest of fp16, which would be infinite."""
     mesh = init_device_mesh("cpu", (2, 2))
-    found = []
-    for pair in pairs:
-        row = []
+    for pair in (("int8", "lloyd4"), ("bf16", "lloyd4"), ("bf16", "int4")):
         for value in (60000.0, -60000.0, math.inf):
             x = torch.full((2000,), value, dtype=torch.float16)
             thinwire.all_reduce(x, AVG, mesh, codec=pair, algorithm="hierarchical")
-            row.append(x.float().abs().max().item())
-        found.append(row)
-    return found
-
-
-def test_an_error_past_the_largest_number_is_none(ranks: RankPool) -> None:
-    """As in a flat sum: lloyd4 takes some of 60000 past 65504, which would be infinite."""
-    pairs = (("int8", "lloyd4"), ("bf16", "lloyd4"), ("bf16", "int4"))
-    for answer in ranks(4).run(near_the_end, pairs):
-        for pair, (up, down, lost) in zip(pairs, answer, strict=True):
-            assert 50000 < up <= 65504, pair
-            assert 50000 < down <= 65504, pair
-            assert not math.isfinite(lost), pair
+            most = x.float().abs().max().item()
+            assert 50000 < most <= 65504 or (math.isinf(value) and not math.isfinite(most)), (pair, value)
 
 
 # --- works ------------------------------------------------------------------------------------------------------------
 
 
-def works(group: Group, algorithm: str, device: Device) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
+@on_ranks()
+def test_async_calls_return_a_work_whose_future_holds_the_outputs(group: Group, algorithm: str, device: Device) -> None:
     for verb, call in async_calls(group, algorithm, device).items():
         work, outputs = call()
         assert isinstance(work, Work), verb
@@ -567,17 +532,10 @@ def async_calls(group: Group, algorithm: str, device: Device) -> dict[str, Calla
     }  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-def test_async_calls_return_a_work_whose_future_holds_the_outputs(
-    ranks: RankPool, world: int, algorithm: str, device: Device
-) -> None:
-    ranks(world).run(works, algorithm, device)
-
-
-def complex_works(group: Group, algorithm: str) -> list[bool]:
-    world = group.size()
-    found = []
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@on_ranks(2, gives=[True] * 5)
+def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(group: Group, algorithm: str) -> list[bool]:
+    world, found = group.size(), []
     x, y = torch.ones(4, dtype=torch.complex64), torch.ones(4 * world, dtype=torch.complex64)
     for verb, output, *args in (
         ("all_reduce", x, x),
@@ -590,11 +548,6 @@ def complex_works(group: Group, algorithm: str) -> list[bool]:
         work = getattr(thinwire, verb)(*args, async_op=True, codec="none", algorithm=chosen)
         found.append(work.get_future().wait()[0] is output)
     return found
-
-
-@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
-def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(ranks: RankPool, algorithm: str) -> None:
-    assert ranks(2).run(complex_works, algorithm) == [[True] * 5] * 2
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
@@ -692,9 +645,7 @@ def rows(source: int, target: int, i: int) -> int:
 
 
 def exchange_single(group: Group, device: Device, how: Any) -> list[Tensor]:
-    rank = group.rank()
-    world = group.size()
-    outputs = []
+    rank, world, outputs = group.rank(), group.size(), []
     for i in range(5):
         sizes = [rows(rank, other, i) for other in range(world)]
         came = [rows(other, rank, i) for other in range(world)]
@@ -707,9 +658,7 @@ def exchange_single(group: Group, device: Device, how: Any) -> list[Tensor]:
 
 
 def exchange_lists(group: Group, device: Device, how: Any) -> list[Tensor]:
-    rank = group.rank()
-    world = group.size()
-    outputs = []
+    rank, world, outputs = group.rank(), group.size(), []
     for i in range(5):
         parts = [torch.full((3 * rows(other, rank, i),), math.nan, device=device) for other in range(world)]
         thinwire.all_to_all(parts, [sent_to(rank, other, world, i).to(device) for other in range(world)], **how)
@@ -747,17 +696,13 @@ def verb_ranges(codec: str, rank: int, world: int) -> dict[str, list[Range]]:
     }
 
 
+ALGORITHMS = {("int8", 2): "auto", ("none", 2): "plain", ("int8", 3): "plain", ("lloyd2:block=64", 4): "plain"}
+
+
 def algorithms(codec: str, world: int, device: Device) -> tuple[str, ...]:
     """plain, once in each world, has no codec; auto, which takes a while to measure, is one of the two."""
-    if device.type != "cpu":
-        return ("compressed",)
-    more = {
-        ("int8", 2): ("auto",),
-        ("none", 2): ("plain",),
-        ("int8", 3): ("plain",),
-        ("lloyd2:block=64", 4): ("plain",),
-    }
-    return ("compressed", *more.get((codec, world), ()))
+    more = ALGORITHMS.get((codec, world))
+    return ("compressed", more) if more and device == CPU else ("compressed",)
 
 
 @each_device
@@ -790,8 +735,7 @@ def every_dtype(group: Group, algorithm: str, dtype: torch.dtype, device: Device
     how: Any = {"codec": "none", "algorithm": algorithm}
     summed = whole.clone()
     thinwire.all_reduce(summed, codec="none", algorithm="plain" if algorithm == "plain" else "two_phase")
-    scattered = part.clone()
-    gathered = torch.zeros_like(whole)
+    scattered, gathered = part.clone(), torch.zeros_like(whole)
     exchanged = torch.zeros_like(whole)
     thinwire.reduce_scatter_tensor(scattered, whole, **how)
     thinwire.all_gather_into_tensor(gathered, part, **how)
@@ -828,7 +772,9 @@ def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: to
             assert torch.equal(mine, expected.to(dtype)), f"{name}: {mine}"
 
 
-def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
+@on_ranks(2, rare=[3])
+def test_strided_inputs_and_outputs_work_in_every_verb(group: Group, algorithm: str, device: Device) -> None:
     """Outputs and inputs that are transposed get the same numbers."""
     world, rank = group.size(), group.rank()
     how: Any = {"codec": "int8", "algorithm": algorithm}
@@ -861,19 +807,14 @@ def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
     thinwire.all_to_all(lists[3], [part.t().contiguous().t()] * world, **how)
     pairs = ((0, 1), (2, 3))
     same = [torch.equal(a, b) for i, j in pairs for a, b in zip(lists[i], lists[j], strict=True)]
-    return [*found, torch.equal(cast, straight), *same]
+    found = [*found, torch.equal(cast, straight), *same]
+    assert all(found), found
 
 
+@pytest.mark.parametrize("numel", [5, 900])
 @pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-@worlds(2, rare=[3])
-def test_strided_inputs_and_outputs_work_in_every_verb(
-    ranks: RankPool, world: int, algorithm: str, device: Device
-) -> None:
-    for found in ranks(world).run(strided_verbs, algorithm, device):
-        assert all(found), found
-
-
-def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[bool]:
+@on_ranks(3, rare=[2], gives=[True] * 9)
+def test_outputs_may_lie_in_inputs(group: Group, algorithm: str, numel: int, device: Device) -> list[bool]:
     """The own part of the whole is output of one and input of the other, as sharded training does it."""
     rank, world = group.rank(), group.size()
     how: Any = {"codec": "int8", "algorithm": algorithm}
@@ -907,13 +848,6 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
             thinwire.all_to_all_single(x[: sum(sent)], x[shift:], received, sent, **how)
             found.append(torch.equal(x[: sum(sent)], want))
     return found
-
-
-@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-@worlds(3, rare=[2])
-def test_outputs_may_lie_in_inputs(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
-    for numel in (5, 900):
-        assert ranks(world).run(in_place, algorithm, numel, device) == [[True] * 9] * world
 
 
 def test_nested_tensors_are_refused() -> None:
@@ -963,14 +897,11 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
     """(what is said, what should be: its beginning) of every misuse. All ranks make the same mistakes."""
     world = group.size()
     x, y, *parts = (torch.ones(n, device=device) for n in (6, 6 * world, *[2] * world))
-    odd = torch.ones(2 * world + 1)
-    one = torch.tensor(1.0)
+    odd, one = torch.ones(2 * world + 1), torch.tensor(1.0)
     mesh = init_device_mesh("cpu", (1, world))
-    reduce = thinwire.all_reduce
-    scatter = thinwire.reduce_scatter_tensor
+    reduce, scatter = thinwire.all_reduce, thinwire.reduce_scatter_tensor
     gather = thinwire.all_gather_into_tensor
-    coalesced = thinwire.all_reduce_coalesced
-    swap = thinwire.all_to_all_single
+    coalesced, swap = thinwire.all_reduce_coalesced, thinwire.all_to_all_single
     cast = thinwire.broadcast
     by_codec = functools.partial(reduce, algorithm="two_phase")
     hierarchical = "algorithm='hierarchical' requires a DeviceMesh of two dimensions"
@@ -1046,8 +977,7 @@ def _refused(call: Callable[[], Any]) -> str:
 @each_device
 def test_misuse_is_refused_by_name_and_leaves_the_group_usable(ranks: RankPool, device: Device) -> None:
     first, second = ranks(2).run(refusals, device)
-    assert first == second
-    assert [pair for pair in first if not pair[0].startswith(pair[1])] == []
+    assert (first, [pair for pair in first if not pair[0].startswith(pair[1])]) == (second, [])
     assert ranks(2).run(usable) == [2.0, 2.0]
 
 
@@ -1057,13 +987,12 @@ def usable(group: Group) -> float:
     return float(x[0])
 
 
-def outside(group: Group) -> str:
+@on_ranks(2)
+def test_a_rank_outside_the_group_is_told(group: Group) -> None:
     some = dist.new_group([0])
-    return _refused(lambda: thinwire.all_reduce(torch.ones(3), group=some)) if group.rank() else "member"
-
-
-def test_a_rank_outside_the_group_is_told(ranks: RankPool) -> None:
-    assert ranks(2).run(outside)[1].startswith("CollectiveError: this rank is not a member")
+    if group.rank():
+        with pytest.raises(CollectiveError, match="this rank is not a member"):
+            thinwire.all_reduce(torch.ones(3), group=some)
 
 
 def test_a_job_without_groups_is_told() -> None:
@@ -1076,11 +1005,8 @@ def test_a_job_without_groups_is_told() -> None:
 
 def counted(group: Group, codec: str, numel: int) -> dict[str, tuple[int, int]]:
     """Bytes sent and received by every verb."""
-    world = group.size()
-    found = {}
-    member = dist.new_group()
-    x = torch.randn(numel)
-    part = torch.randn(numel // world)
+    world, found, member = group.size(), {}, dist.new_group()
+    x, part = torch.randn(numel), torch.randn(numel // world)
     how: Any = {"group": member, "codec": codec, "algorithm": "compressed"}
     for name, call in {
         "two_phase": lambda: thinwire.all_reduce(x, **how | {"algorithm": "two_phase"}),
@@ -1116,9 +1042,11 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 # --- on a mesh, exactly -----------------------------------------------------------------------------------------------
 
 
-def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithms: Sequence[str]) -> list[bool]:
-    mesh = init_device_mesh("cpu", shape)
-    found = []
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@on_ranks(4)
+def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(group: Group, shape: tuple[int, int]) -> None:
+    algorithms = ("plain", "auto")
+    mesh, found = init_device_mesh("cpu", shape), []
     for algorithm in algorithms:
         for op, factor in ((SUM, 1.0), (AVG, 1 / group.size())):
             x = torch.arange(50.0) + group.rank()
@@ -1127,10 +1055,4 @@ def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithms: Sequence[s
                 work.wait()
             total = sum(torch.arange(50.0) + rank for rank in range(group.size()))
             found.append(torch.allclose(x, total * factor, rtol=1e-6))
-    return found
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(ranks: RankPool, shape: tuple[int, int]) -> None:
-    for found in ranks(4).run(on_mesh_exactly, shape, ("plain", "auto")):
-        assert all(found), found
+    assert all(found), found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CUDA, needs_cuda, no_host_sync
+from cases import CUDA, needs_cuda, no_host_sync, on_ranks
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
@@ -31,8 +31,7 @@ SITE = CallSite(1, "all_reduce")
 
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
-    reducer = kind(channel.transport)
-    cut = chunks.Cut(x.numel(), 16_384)
+    reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
     call = Call(channel, "all_reduce")
     setting = call.setting(CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size), 7)
@@ -54,11 +53,9 @@ def nccl_group() -> dist.ProcessGroup:
 
 def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.dtype) -> float:
     """Its error, as a share; the second time without a host sync and with the same bytes."""
-    channel = nccl_channel()
-    codec = thinwire.codec(spec)
+    channel, codec = nccl_channel(), thinwire.codec(spec)
     x = torch.randn(N, device=CUDA).to(dtype)
-    expected = x.clone()
-    y = x.clone()
+    expected, y = x.clone(), x.clone()
     channel.run(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
     with no_host_sync():
         work = channel.run(stream_operation(channel, codec, KINDS[kind], y), SITE)
@@ -85,13 +82,13 @@ def test_nothing_waits_for_the_host_on_a_stream(
     assert error <= bound
 
 
-def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
+@each_kind
+@pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
+@on_ranks(1, gives=[0.0] * 3)
+def test_a_collective_is_captured_in_a_graph(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     """Errors of three replays against the same operation run eagerly."""
-    channel = nccl_channel()
-    codec = thinwire.codec(spec)
-    reducer = KINDS[kind]
-    x = torch.randn(N, device=CUDA)
-    warm = torch.cuda.Stream()
+    channel, codec, reducer = nccl_channel(), thinwire.codec(spec), KINDS[kind]
+    x, warm = torch.randn(N, device=CUDA), torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
         channel.run(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
@@ -112,20 +109,14 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     return errors
 
 
-@each_kind
-@pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
-def test_a_collective_is_captured_in_a_graph(ranks: RankPool, spec: str, kind: str) -> None:
-    assert ranks(1).run(captured, spec, kind) == [[0.0] * 3]
-
-
-def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
+@on_ranks(1, gives=[True] * 5)
+def test_verbs_of_one_rank_are_exact_on_nccl(group: dist.ProcessGroup) -> list[bool]:
     """Every verb in a group of one rank, exact though its codec has one bit, and without a host sync."""
     x, y = torch.randn(3000, device=CUDA), torch.empty(3000, device=CUDA)
     how: Any = {"group": nccl_group(), "codec": "lloyd1"}
 
     def run() -> list[torch.Tensor]:
-        z = x.clone()
-        outputs = []
+        z, outputs = x.clone(), []
         thinwire.all_reduce(z, algorithm="two_phase", **how)
         for verb in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
             getattr(thinwire, verb)(y.fill_(0), x, algorithm="compressed", **how)
@@ -137,10 +128,6 @@ def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
     with no_host_sync():
         found = run()
     return [torch.equal(output, x) for output in found]
-
-
-def test_verbs_of_one_rank_are_exact_on_nccl(ranks: RankPool) -> None:
-    assert ranks(1).run(verbs_on_nccl) == [[True] * 5]
 
 
 def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[bytes, float, bool]:
@@ -165,12 +152,12 @@ def test_gpu_tensors_travel_over_gloo(ranks: RankPool, spec: str, algorithm: str
     assert all(error < 0.2 for _, error, _ in results)
 
 
-def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
+@on_ranks(1, gives=True)
+def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -> bool:
     """torch's own all_gather, waited for on another stream than it was called on."""
     channel = nccl_channel()
     x = torch.ones(1 << 26, device=CUDA)
-    out = torch.zeros_like(x)
-    side = torch.cuda.Stream()
+    out, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
     call = Call(channel, "all_gather")
@@ -181,7 +168,3 @@ def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
         total = out.sum()
     side.synchronize()
     return float(total) == x.numel()
-
-
-def test_torchs_own_calls_are_ordered_by_streams_too(ranks: RankPool) -> None:
-    assert ranks(1).run(torch_on_a_stream) == [True]

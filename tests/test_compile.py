@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import thorough
-from ranks import RankPool
+from cases import on_ranks, thorough
 from replicas import Group, same_everywhere
 from thinwire import compress_ddp
 
@@ -51,7 +50,16 @@ def trained(group: Group, make: Callable[[nn.Module], nn.Module]) -> tuple[Tenso
     return found, handle.stats().ratio
 
 
-def compiled(group: Group, backend: str, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
+@pytest.mark.parametrize(
+    ("backend", "names", "bound"),
+    [
+        ("eager", [*ORDERS], 0.0),
+        ("aot_eager", [*ORDERS], 1e-2),  # another rounding of a gradient may move a code, by a level at most
+        *thorough(("inductor", [*ORDERS], 1e-2)),  # compiles for twenty seconds; test_functional.py has it, too
+    ],
+)
+@on_ranks(2)
+def test_a_compiled_model_is_compressed(group: Group, backend: str, names: list[str], bound: float) -> None:
     """By the name of an order: graphs, times fewer bytes, and how far parameters are from the uncompiled model's."""
     expected, _ = trained(group, DistributedDataParallel)
     found = {}
@@ -62,21 +70,8 @@ def compiled(group: Group, backend: str, names: Sequence[str]) -> dict[str, tupl
             warnings.simplefilter("ignore")  # the compiler's own
             got, ratio = trained(group, functools.partial(ORDERS[name], counter))
         found[name] = counter.frame_count, ratio, float((got - expected).abs().max())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("backend", "names", "bound"),
-    [
-        ("eager", [*ORDERS], 0.0),
-        ("aot_eager", [*ORDERS], 1e-2),  # another rounding of a gradient may move a code, by a level at most
-        *thorough(("inductor", [*ORDERS], 1e-2)),  # compiles for twenty seconds; test_functional.py has it, too
-    ],
-)
-def test_a_compiled_model_is_compressed(ranks: RankPool, backend: str, names: list[str], bound: float) -> None:
-    for found in ranks(2).run(compiled, backend, names):
-        assert found.keys() == set(names)
-        for name, (graphs, ratio, distance) in found.items():
-            assert graphs > 0, name
-            assert ratio > 3.5, name
-            assert distance <= bound, name
+    assert found.keys() == set(names)
+    for name, (graphs, ratio, distance) in found.items():
+        assert graphs > 0, name
+        assert ratio > 3.5, name
+        assert distance <= bound, name

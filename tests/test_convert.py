@@ -68,9 +68,6 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
-# --- the same numbers -------------------------------------------------------------------------------------------------
-
-
 @given(
     st.data(),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
@@ -99,6 +96,7 @@ HOWS: list[dict[str, Any]] = [
     {"weight_bits": 3, "act_bits": None},
     {"weight_bits": 5, "act_bits": 4, "quantizer": LSQPlus},
     {"weight_bits": 4, "group": 4},
+    *({"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float64)),
 ]
 
 
@@ -114,15 +112,6 @@ def test_outputs_are_the_prepared_models_bit_for_bit(how: dict[str, Any]) -> Non
     assert_same(converted(tokens()).detach(), model(tokens()).detach())
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert next(p for p in model.parameters() if p.dim() == 2).requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_models_of_other_types(dtype: torch.dtype) -> None:
-    model = prepared(dtype)
-    assert_same(qat.convert(model)(tokens()).detach(), model(tokens()).detach())
-
-
-# --- what is left, and what it takes ----------------------------------------------------------------------------------
 
 
 def test_nothing_of_a_weight_is_left_to_train() -> None:
@@ -191,9 +180,6 @@ def test_in_place_the_floats_are_gone() -> None:
     assert called == ["up"]
 
 
-# --- embeddings -------------------------------------------------------------------------------------------------------
-
-
 def test_an_embedding_decodes_the_rows_looked_up_only(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = qat.convert(prepared(group=4)).wte
     seen: list[int] = []
@@ -213,9 +199,6 @@ def test_an_embedding_decodes_the_rows_looked_up_only(monkeypatch: pytest.Monkey
             embedding(torch.tensor([wrong]))
 
 
-# --- casts, copies and checkpoints ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> None:
     converted = qat.convert(prepared())
@@ -223,8 +206,7 @@ def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> N
     converted.to(dtype)
     for name, layer in integer_layers(converted).items():
         got, wide = layer.quantized_weight(), torch.promote_types(dtype, torch.float32)
-        assert got.dtype == dtype
-        assert layer.integer_weight.scale.dtype == wide
+        assert (got.dtype, layer.integer_weight.scale.dtype) == (dtype, wide)
         off = (got.to(wide) - before[name].to(dtype).to(wide)).abs()
         assert (off <= 2**-23 * before[name].abs()).all()  # fp64: the product of code and scale is rounded later
     assert converted(tokens()).dtype == dtype
@@ -234,8 +216,7 @@ def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> N
 
 
 def test_a_state_dict_goes_round() -> None:
-    converted = qat.convert(prepared())
-    file = io.BytesIO()
+    converted, file = qat.convert(prepared()), io.BytesIO()
     torch.save(converted.state_dict(), file)
     file.seek(0)
     torch.manual_seed(5)
@@ -244,22 +225,14 @@ def test_a_state_dict_goes_round() -> None:
     other = qat.convert(other)
     assert not torch.equal(other(tokens()), converted(tokens()))
     other.load_state_dict(torch.load(file, weights_only=True), strict=True)
-    assert_same(other(tokens()).detach(), converted(tokens()).detach())
-
-
-def test_a_skeleton_on_the_meta_device_takes_a_checkpoint() -> None:
-    converted = qat.convert(prepared()).eval()
     with torch.device("meta"):
         skeleton = qat.convert(qat.prepare(Net())).eval()
     skeleton.load_state_dict(converted.state_dict(), strict=True, assign=True)
-    assert_same(skeleton(tokens()).detach(), converted(tokens()).detach())
+    for one in (other, skeleton):
+        assert_same(one(tokens()).detach(), converted(tokens()).detach())
     assert qat.weight_bytes(skeleton) == qat.weight_bytes(converted)
-
-
-def test_other_bits_are_not_loaded() -> None:
-    narrow = qat.convert(prepared(weight_bits=2))
     with pytest.raises(RuntimeError, match=r"up\.integer_weight\.packed"):
-        qat.convert(prepared(weight_bits=4)).load_state_dict(narrow.state_dict())
+        converted.load_state_dict(qat.convert(prepared(weight_bits=2)).state_dict())
 
 
 def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
@@ -270,43 +243,6 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
     assert_same(compiled(tokens()).detach(), converted(tokens()).detach())
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-def test_models_without_quantized_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no quantized layers: run qat\.prepare"):
-        qat.convert(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="converted already"):
-        qat.convert(qat.convert(prepared()))
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str"):
-        qat.convert("model")  # type: ignore[type-var]
-
-
-def test_quantizers_without_a_scale_are_named() -> None:
-    model = qat.prepare(Net())
-    with pytest.raises(ValueError, match=r"conv\.act_quantizer, up\.act_quantizer.*qat\.calibrate"):
-        qat.convert(model)
-    assert quantized_layers(model)
-
-
-def test_wrapped_and_sharded_models_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.module.*DataParallel"):
-        qat.convert(nn.DataParallel(prepared()))
-    model = prepared()
-    model.up.weight.placements = model.up.weight.full_tensor = ()  # what a DTensor is known by
-    with pytest.raises(ValueError, match="full state_dict"):
-        qat.convert(model)
-
-
-def test_a_weight_that_is_no_number_is_refused_and_the_model_left_alone() -> None:
-    model = prepared()
-    with torch.no_grad():
-        model.down.weight[3, 2] = torch.nan
-    with pytest.raises(ValueError, match="the weight of down is not a number"):
-        qat.convert(model, inplace=True)
-    assert len(quantized_layers(model)) == 5
-
-
 class Halved(LSQ):
     """A quantizer whose numbers are not those of its scales."""
 
@@ -314,17 +250,26 @@ class Halved(LSQ):
         return super().forward(x, rows) / 2
 
 
-def test_a_quantizer_that_does_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"has a Halved.*knows LSQ and LSQPlus"):
-        qat.convert(prepared(quantizer=Halved))
-
-
-def test_layers_whose_weight_is_made_elsewhere_are_refused() -> None:
-    model = prepared()
-    nn.utils.parametrizations.weight_norm(model.down)
-    with pytest.raises(TypeError, match=r"down is a Parametrized.*remove parametrisations"):
-        qat.convert(model)
-    model = prepared()
-    model.wte.max_norm = 1.0
-    with pytest.raises(ValueError, match="wte rescales rows"):
-        qat.convert(model)
+def test_what_cannot_be_converted_is_refused_and_left_alone() -> None:
+    sharded, rescaled, broken, normed, bare = prepared(), prepared(), prepared(), prepared(), qat.prepare(Net())
+    sharded.up.weight.placements = sharded.up.weight.full_tensor = ()  # what a DTensor is known by
+    rescaled.wte.max_norm = 1.0
+    nn.utils.parametrizations.weight_norm(normed.down)
+    with torch.no_grad():
+        broken.down.weight[3, 2] = torch.nan
+    misuse: list[tuple[Any, type[Exception], str]] = [
+        (nn.Linear(2, 2), ValueError, r"Linear has no quantized layers: run qat\.prepare"),
+        (qat.convert(prepared()), ValueError, "converted already"),
+        ("model", TypeError, r"torch\.nn\.Module, got str"),
+        (bare, ValueError, r"conv\.act_quantizer, up\.act_quantizer.*qat\.calibrate"),
+        (nn.DataParallel(prepared()), ValueError, r"model\.module.*DataParallel"),
+        (sharded, ValueError, "full state_dict"),
+        (broken, ValueError, "the weight of down is not a number"),
+        (prepared(quantizer=Halved), TypeError, r"has a Halved.*knows LSQ and LSQPlus"),
+        (normed, TypeError, r"down is a Parametrized.*remove parametrisations"),
+        (rescaled, ValueError, "wte rescales rows"),
+    ]
+    for model, error, said in misuse:
+        with pytest.raises(error, match=said):
+            qat.convert(model, inplace=True)
+    assert len(quantized_layers(broken)) == len(quantized_layers(bare)) == 5

@@ -18,28 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import Optimizer
 
+import replicas
 import thinwire
-from cases import ROUND, assert_same, by_turns, digest, thorough, worlds
+from cases import ROUND, assert_same, by_turns, digest, on_ranks, thorough
 from ranks import RankPool
-from replicas import (
-    OPTIMIZERS,
-    READY,
-    SHAPES,
-    Dtypes,
-    Given,
-    Group,
-    Shapes,
-    backward,
-    draw,
-    flat,
-    learn,
-    mean_of,
-    message_of,
-    network,
-    residuals,
-    same_everywhere,
-    wrap,
-)
+from replicas import READY, SHAPES, Given, Group, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import compress_ddp
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice import auto
@@ -55,8 +38,8 @@ class Run(NamedTuple):
     split: int = 4
     optimizer: str = "sgd"
     ddp: Mapping[str, Any] = {}
-    shapes: Shapes = SHAPES
-    dtypes: Dtypes = torch.float32
+    shapes: replicas.Shapes = SHAPES
+    dtypes: replicas.Dtypes = torch.float32
     cap: float = 8.0
 
 
@@ -67,7 +50,7 @@ class Training:
         self.group, self.run = group, run
         ready = READY if run.shapes is SHAPES else tuple(run.shapes)
         self.model = wrap(Given(run.shapes, run.dtypes, ready), group, run.cap, **run.ddp)
-        self.optimizer: Optimizer = OPTIMIZERS[run.optimizer](self.model.parameters())
+        self.optimizer: Optimizer = replicas.OPTIMIZERS[run.optimizer](self.model.parameters())
         named = {**run.options, "optimizer": self.optimizer} if "optimizer" in run.options else run.options
         self.handle = compress_ddp(self.model, **named)
 
@@ -198,49 +181,38 @@ def test_a_state_may_be_saved_again_or_loaded_by_who_saved_it(ranks: RankPool, h
     check_interrupted(ranks, 2, SHORT, how)
 
 
-def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, str]]:
+@on_ranks(3, rare=[2])
+def test_gradients_are_gathered_from_whatever_buckets_ddp_has(group: Group) -> None:
     """The next gradients of a run, and of one that is resumed by a DDP with other buckets, smaller and larger ones."""
-    run, found = Run({**CLASSIC, "exempt": ["d"]}, 3), []
+    run = Run({**CLASSIC, "exempt": ["d"]}, 3)
     first = Training(group, run)
     first.go(range(3))
     state, gradients = through_files(first.save()), draw(group.rank(), 3)
     want = flat(backward(first.model, gradients))
-    for i, cap in enumerate(caps):
+    for i, cap in enumerate((0.01, 9.0, 20.0, 1024.0)):
         option = ("find_unused_parameters", "gradient_as_bucket_view")[(i + group.size()) % 2]
         second = Training(group, run._replace(cap=cap, ddp={option: True}))
         second.load(state)
-        found.append((digest(want), digest(flat(backward(second.model, gradients)))))
-    return found
+        assert_same(flat(backward(second.model, gradients)), want, f"buckets of {cap} kB")
 
 
-@worlds(3, rare=[2])
-def test_gradients_are_gathered_from_whatever_buckets_ddp_has(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(into_other_buckets, (0.01, 9.0, 20.0, 1024.0)):
-        assert all(want == got for want, got in found)
-
-
-def roll_back_to_the_start(group: Group) -> list[bool]:
+@on_ranks(2)
+def test_a_state_of_other_buckets_may_be_loaded(group: Group) -> None:
     """A state of the first step, with DDP's first bucket, loaded when there are others."""
-    found = []
     for options in (CLASSIC, {"codec": "int8"}):
         first = Training(group, Run(options))
         first.go(range(1))
         state = first.save()
         first.go(range(1, 4))
         first.load(state)
-        one = first.go(range(1, 4))
-        second = Training(group, Run(options))
+        one, second = first.go(range(1, 4)), Training(group, Run(options))
         second.load(state)
-        found.append(torch.allclose(one, second.go(range(1, 4)), atol=0.5) and same_everywhere(group, one))
-    return found
+        assert torch.allclose(one, second.go(range(1, 4)), atol=0.5)
+        assert same_everywhere(group, one)
 
 
-def test_a_state_of_other_buckets_may_be_loaded(ranks: RankPool) -> None:
-    assert all(all(found) for found in ranks(2).run(roll_back_to_the_start))
-
-
-def race_once(group: Group) -> tuple[str, str, str]:
-    """What is printed before and after a resume, and what was chosen."""
+@on_ranks(2)
+def test_what_auto_chose_is_not_measured_again(group: Group) -> str:
     printed, state, steps = [], {}, auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 1
     for round_ in range(2):
         training, out = Training(group, Run({"codec": "auto"}, cap=1024.0)), io.StringIO()
@@ -250,15 +222,10 @@ def race_once(group: Group) -> tuple[str, str, str]:
             training.go(range(steps * round_, steps * round_ + steps))
         state = through_files(training.save())
         printed.append(out.getvalue())
-    return printed[0], printed[1], training.handle.stats().chosen
-
-
-def test_what_auto_chose_is_not_measured_again(ranks: RankPool) -> None:
-    answers = ranks(2).run(race_once)
-    first, second, chosen = answers[0]
-    assert second == ""
-    assert chosen in first
-    assert [answer[2] for answer in answers] == [chosen] * 2
+    chosen = training.handle.stats().chosen
+    assert group.rank() or chosen in printed[0]
+    assert printed[1] == ""
+    return chosen
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
@@ -291,19 +258,12 @@ def test_distributed_checkpoints_fill_a_blank_state(ranks: RankPool) -> None:
     check_interrupted(ranks, 2, DCP_RUNS, "dcp")
 
 
-def blank_too_early(group: Group) -> str:
+@on_ranks(2)
+def test_a_blank_state_that_would_miss_something_is_refused(group: Group) -> None:
     """Nothing says yet whether EF21 or classic residuals are to be loaded."""
     handle = compress_ddp(wrap(Given(), group), "lloyd2")
-    try:
-        blank = handle.blank_state_dict()
-    except CollectiveError as error:
-        return str(error)
-    return f"{len(blank['ranks'])}"
-
-
-def test_a_blank_state_that_would_miss_something_is_refused(ranks: RankPool) -> None:
-    for told in ranks(2).run(blank_too_early):
-        assert "optimizer=" in told
+    with pytest.raises(CollectiveError, match="optimizer="):
+        handle.blank_state_dict()
 
 
 def resize_by_dcp(group: Group, folder: str, saving: bool) -> tuple[Tensor, Tensor]:
@@ -412,13 +372,14 @@ def misfits(group: Group, others: list[State]) -> dict[str, str]:
     handle = compress_ddp(model, **CLASSIC)
     for step in range(2):
         backward(model, draw(group.rank(), step))
-    state = handle.state_dict()
-    before = digest(residuals(handle))
+    state, before = handle.state_dict(), digest(residuals(handle))
 
-    def loading(saved: Any, shapes: Shapes = SHAPES) -> str:
+    def loading(saved: Any, shapes: replicas.Shapes = SHAPES) -> str:
         if shapes is not SHAPES:
-            return message_of(lambda: compress_ddp(wrap(Given(shapes), group), **CLASSIC).load_state_dict(saved))
-        return message_of(lambda: handle.load_state_dict(saved))
+            return replicas.message_of(
+                lambda: compress_ddp(wrap(Given(shapes), group), **CLASSIC).load_state_dict(saved)
+            )
+        return replicas.message_of(lambda: handle.load_state_dict(saved))
 
     found = {
         "one of four": loading(others[0]),
@@ -446,7 +407,13 @@ def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
         assert {name for name, word in words.items() if word not in found[name]} == set(), found
 
 
-def change_feedback(group: Group) -> tuple[float, float]:
+def means(world: int) -> Sequence[Tensor]:
+    """The exact means, by parameter."""
+    return mean_of(world).split([math.prod(shape) for shape in SHAPES.values()])
+
+
+@on_ranks(2)
+def test_one_kind_of_feedback_is_not_taken_for_another(group: Group) -> None:
     """A state of classic feedback goes on with EF21: its distance to a constant mean, and the sums' to the mean."""
     first = wrap(Given(), group)
     handle = compress_ddp(first, **CLASSIC)
@@ -461,40 +428,26 @@ def change_feedback(group: Group) -> tuple[float, float]:
     sent, true = residuals(other), flat([*compress(means(group.size()), large)])
     dist.all_reduce(sent, group=group)
     mean = flat([other.state_dict()["mean"].get(n, torch.zeros(s)).double() for n, s in SHAPES.items()])
-    return float((result - true).norm() / true.norm()), float((sent - mean).abs().max())
+    assert (result - true).norm() / true.norm() < 1e-3
+    assert (sent - mean).abs().max() < 1e-5
 
 
-def means(world: int) -> Sequence[Tensor]:
-    """The exact means, by parameter."""
-    return mean_of(world).split([math.prod(shape) for shape in SHAPES.values()])
-
-
-def test_one_kind_of_feedback_is_not_taken_for_another(ranks: RankPool) -> None:
-    for distance, gap in ranks(2).run(change_feedback):
-        assert distance < 1e-3
-        assert gap < 1e-5
-
-
-def change_optimizer(group: Group) -> list[str]:
+@on_ranks(2)
+def test_the_optimizer_that_is_named_counts_before_that_of_a_state(group: Group) -> None:
     """The feedback of a run with SGD, and after it was resumed with Adam; then the other way round."""
     found = []
     for kinds in (("sgd", "adam"), ("adam", "sgd")):
         state = None
         for kind in kinds:
-            model = wrap(network(), group)
-            optimizer = OPTIMIZERS[kind](model.parameters())
+            model = wrap(replicas.network(), group)
+            optimizer = replicas.OPTIMIZERS[kind](model.parameters())
             handle = compress_ddp(model, "lloyd2", optimizer=optimizer)
             if state is not None:
                 handle.load_state_dict(state)
-            learn(model, optimizer, group.rank(), range(3))
+            replicas.learn(model, optimizer, group.rank(), range(3))
             found.append(handle.stats().feedback)
             state = handle.state_dict()
-    return found
-
-
-def test_the_optimizer_that_is_named_counts_before_that_of_a_state(ranks: RankPool) -> None:
-    for found in ranks(2).run(change_optimizer):
-        assert found == ["classic", "none+moments", "none+moments", "classic"]
+    assert found == ["classic", "none+moments", "none+moments", "classic"]
 
 
 # --- frozen parameters ------------------------------------------------------------------------------------------------
@@ -552,46 +505,42 @@ def test_a_resumed_run_may_freeze_other_layers(
 # --- pickles ----------------------------------------------------------------------------------------------------------
 
 
-def by_pickle(
-    group: Group, options: Mapping[str, Any], named: bool, how: str, shapes: Shapes = SHAPES
-) -> tuple[str, str]:
-    """A state that goes on in a new DDP, against the old one."""
+PICKLED: list[dict[str, Any]] = [
+    CLASSIC,
+    {"codec": "lloyd1", "feedback": "ef21"},
+    {"codec": {0: "int8", 4: thinwire.Lloyd(2)}, "feedback": "classic", "residual_dtype": torch.bfloat16},
+    {"codec": "lloyd2", "optimizer": "linear"},
+    {**CLASSIC, "policy": {"a": "int8", "d": "lloyd1"}, "exempt": ["b"]},  # which needs names
+]
 
-    def hooked(state: Any = None) -> Any:
+
+@by_turns("how, named", ["pickle", "deepcopy"], [True, False])
+@on_ranks(2)
+def test_a_pickled_state_goes_on(group: Group, how: str, named: bool) -> None:
+    """In a new DDP as in the old one, with parameters without elements, too."""
+
+    def hooked(options: Any, shapes: Any, state: Any = None) -> Any:
         model = wrap(Given(shapes, ready=READY if shapes is SHAPES else ()), group)
         names = {"model": model.module} if named else {}
         state = state or thinwire.DDPState(group, **options, **names)
         model.register_comm_hook(state, thinwire.ddp_hook)
         return model, state
 
-    def go(model: Any, steps: range) -> Tensor:
+    def go(model: Any, shapes: Any, steps: range) -> Tensor:
         return flat([g for step in steps for g in backward(model, draw(group.rank(), step, shapes))])
 
-    model, state = hooked()
-    go(model, range(3))
-    again = pickle.loads(pickle.dumps(state)) if how == "pickle" else copy.deepcopy(state)
-    want = go(model, range(3, 6))
-    other, _ = hooked(again)
-    return digest(want), digest(go(other, range(3, 6)))
+    runs: list[Any] = [(options, SHAPES) for options in (PICKLED if named else PICKLED[:-1])]
+    for options, shapes in (*runs, (CLASSIC, {"z": (0, 3), "w": (40, 50), "y": (0,)})):
+        model, state = hooked(options, shapes)
+        go(model, shapes, range(3))
+        again = pickle.loads(pickle.dumps(state)) if how == "pickle" else copy.deepcopy(state)
+        want = go(model, shapes, range(3, 6))
+        other, _ = hooked(options, shapes, again)
+        assert_same(go(other, shapes, range(3, 6)), want, str(options))
 
 
-@by_turns("how, named", ["pickle", "deepcopy"], [True, False])
-def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None:
-    cases: list[dict[str, Any]] = [
-        CLASSIC,
-        {"codec": "lloyd1", "feedback": "ef21"},
-        {"codec": {0: "int8", 4: thinwire.Lloyd(2)}, "feedback": "classic", "residual_dtype": torch.bfloat16},
-        {"codec": "lloyd2", "optimizer": "linear"},
-    ]
-    cases += [{**CLASSIC, "policy": {"a": "int8", "d": "lloyd1"}, "exempt": ["b"]}] if named else []
-    for options in cases:
-        for want, got in ranks(2).run(by_pickle, options, named, how):
-            assert want == got, options
-    for want, got in ranks(2).run(by_pickle, CLASSIC, named, how, {"z": (0, 3), "w": (40, 50), "y": (0,)}):
-        assert want == got, "with parameters without elements"
-
-
-def pickle_misuse(group: Group) -> str:
+@on_ranks(2)
+def test_a_pickled_state_of_another_model_is_refused(group: Group) -> None:
     """A pickled state on a model of other shapes."""
     model = wrap(Given(), group)
     state = thinwire.DDPState(group, **CLASSIC, model=model.module)
@@ -599,9 +548,5 @@ def pickle_misuse(group: Group) -> str:
     backward(model, draw(group.rank()))
     other = wrap(Given({"x": (10, 10)}), group)
     other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
-    return message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
-
-
-def test_a_pickled_state_of_another_model_is_refused(ranks: RankPool) -> None:
-    for told in ranks(2).run(pickle_misuse):
-        assert "other parameters" in told
+    told = replicas.message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
+    assert "other parameters" in told

@@ -2,23 +2,23 @@
 
 import contextlib
 import io
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from cases import worlds
+import replicas
+from cases import on_ranks, worlds
 from ranks import RankPool
-from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
+from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, message_of, residuals, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
 from thinwire.collectives import channel as channels, failures, torch_verbs, transport
 from thinwire.integrations import sync
 from thinwire.integrations.choice import auto
-
-# --- which codec ------------------------------------------------------------------------------------------------------
 
 LAYERS: Shapes = {"a": (40, 50), "b": (2000,), "c": (33, 61), "d": (9,), "f": (30, 30), "e": (64, 32)}
 LEVELS = {"none": 1e-7, "bf16": 2.0**-8, "int8": 0.02, "lloyd4": 0.15, "lloyd2": 0.52, "lloyd1": 1.0}  # relative errors
@@ -26,20 +26,6 @@ LEVELS = {"none": 1e-7, "bf16": 2.0**-8, "int8": 0.02, "lloyd4": 0.15, "lloyd2":
 
 def is_b_or_large(name: str, shape: torch.Size) -> bool:
     return name == "b" or shape.numel() > 2040
-
-
-def levels(group: Group, cases: Sequence[Mapping[str, Any]], shapes: Shapes = LAYERS) -> list[dict[str, str]]:
-    """The codec of every parameter, told by its error."""
-    found = []
-    edges = [math.prod(shape) for shape in shapes.values()]
-    true = mean_of(group.size(), 0, shapes).split(edges)
-    for options in cases:
-        model = wrap(Given(shapes), group, 1024.0)
-        compress_ddp(model, **{"codec": "lloyd1", "feedback": "none", **options})
-        got = flat(backward(model, draw(group.rank(), 0, shapes))).double().split(edges)
-        errors = {n: float((x - y).norm() / y.norm()) for n, x, y in zip(shapes, got, true, strict=True)}
-        found.append({n: next(k for k, most in LEVELS.items() if error <= most) for n, error in errors.items()})
-    return found
 
 
 def with_levels(coded: str, **others: str) -> dict[str, str]:
@@ -64,11 +50,18 @@ RULES: list[tuple[dict[str, Any], dict[str, str]]] = [
 ]
 
 
-@worlds(3, rare=[2])
-def test_rules_go_before_exemptions_and_these_before_the_codec(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(levels, [options for options, _ in RULES]):
-        for (options, want), got in zip(RULES, found, strict=True):
-            assert got == want, options
+@on_ranks(3, rare=[2])
+def test_rules_go_before_exemptions_and_these_before_the_codec(group: Group) -> None:
+    """The codec of every parameter, told by its error."""
+    edges = [math.prod(shape) for shape in LAYERS.values()]
+    true = mean_of(group.size(), 0, LAYERS).split(edges)
+    for options, want in RULES:
+        model = wrap(Given(LAYERS), group, 1024.0)
+        compress_ddp(model, **{"codec": "lloyd1", "feedback": "none", **options})
+        got = flat(backward(model, draw(group.rank(), 0, LAYERS))).double().split(edges)
+        errors = {n: float((x - y).norm() / y.norm()) for n, x, y in zip(LAYERS, got, true, strict=True)}
+        levels = {n: next(k for k, most in LEVELS.items() if error <= most) for n, error in errors.items()}
+        assert levels == want, f"{options}: {levels}"
 
 
 @contextlib.contextmanager
@@ -84,53 +77,41 @@ def counted(owner: Any, name: str) -> Iterator[list[Any]]:
         yield calls
 
 
-def count_messages(group: Group, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Messages and handshakes of every step; all parameters in one bucket."""
-    model = wrap(Given(LAYERS), group, 1024.0)
-    compress_ddp(model, **options)
-    messages, shakes = [], []
-    with counted(transport.PairTransport, "exchange") as sent, counted(failures.Handshake, "check") as shaken:
-        for step in range(4):
-            backward(model, draw(group.rank(), step, LAYERS))
-            messages.append(len(sent) - sum(messages))
-            shakes.append(len(shaken) - sum(shakes))
-    return messages, shakes
-
-
-@worlds(2, rare=[3])
-def test_all_lanes_travel_in_one_message(ranks: RankPool, world: int) -> None:
-    """And ranks shake hands once, not at every step."""
+@on_ranks(2, rare=[3])
+def test_all_lanes_travel_in_one_message(group: Group) -> None:
+    """Of a bucket that holds all parameters, and ranks shake hands once, not at every step."""
     for options in ({"codec": "lloyd1"}, {"codec": "int8", "policy": {"a": "lloyd2", "e": "int4"}, "feedback": "none"}):
-        for messages, shakes in ranks(world).run(count_messages, {"optimizer": "linear", **options}):
-            assert messages == [world - 1] * 4
-            assert shakes[0] == 2  # the options, and the message
-            assert sum(shakes) <= 3  # DDP rebuilds its buckets
+        model = wrap(Given(LAYERS), group, 1024.0)
+        compress_ddp(model, optimizer="linear", **options)
+        messages, shakes = [], []
+        with counted(transport.PairTransport, "exchange") as sent, counted(failures.Handshake, "check") as shaken:
+            for step in range(4):
+                backward(model, draw(group.rank(), step, LAYERS))
+                messages.append(len(sent) - sum(messages))
+                shakes.append(len(shaken) - sum(shakes))
+        assert messages == [group.size() - 1] * 4
+        assert shakes[0] == 2  # the options, and the message
+        assert sum(shakes) <= 3  # DDP rebuilds its buckets
 
 
-def by_step(group: Group, options: Mapping[str, Any], steps: int) -> list[str]:
+SCHEDULES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"codec": {0: "none", 2: "int8", 3: "lloyd2"}}, ["none", "none", "int8", "lloyd2", "lloyd2"]),
+    ({"codec": {3: "int8", 1: "bf16"}}, ["none", "bf16", "bf16", "int8", "int8"]),
+    ({"codec": "lloyd1", "warmup_steps": 2}, ["none", "none", "lloyd1", "lloyd1", "lloyd1"]),
+    ({"codec": {0: Lloyd(2), 2: "none"}}, ["lloyd2", "lloyd2", "none", "none", "none"]),
+]
+
+
+@on_ranks(2)
+def test_schedules_and_warm_ups(group: Group) -> None:
     """The codec of every step, told by its error."""
-    model = wrap(Given(ready=READY), group)
-    compress_ddp(model, exempt="none", feedback="none", **options)
-    found = []
-    for step in range(steps):
-        true = mean_of(group.size(), step)
-        error = (flat(backward(model, draw(group.rank(), step))) - true).norm() / true.norm()
-        found.append(next(kind for kind, most in LEVELS.items() if error <= most))
-    return found
-
-
-def test_schedules_and_warm_ups(ranks: RankPool) -> None:
-    cases: list[tuple[dict[str, Any], list[str]]] = [
-        ({"codec": {0: "none", 2: "int8", 3: "lloyd2"}}, ["none", "none", "int8", "lloyd2", "lloyd2"]),
-        ({"codec": {3: "int8", 1: "bf16"}}, ["none", "bf16", "bf16", "int8", "int8"]),
-        ({"codec": "lloyd1", "warmup_steps": 2}, ["none", "none", "lloyd1", "lloyd1", "lloyd1"]),
-        ({"codec": {0: Lloyd(2), 2: "none"}}, ["lloyd2", "lloyd2", "none", "none", "none"]),
-    ]
-    for options, want in cases:
-        assert ranks(2).run(by_step, options, 5) == [want] * 2
-
-
-# --- codec="auto" -----------------------------------------------------------------------------------------------------
+    for options, want in SCHEDULES:
+        model = wrap(Given(ready=READY), group)
+        compress_ddp(model, exempt="none", feedback="none", **options)
+        for step, kind in enumerate(want):
+            true = mean_of(group.size(), step)
+            error = (flat(backward(model, draw(group.rank(), step))) - true).norm() / true.norm()
+            assert kind == next(kind for kind, most in LEVELS.items() if error <= most), (options, step)
 
 
 RACE = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES)  # steps; the next one knows
@@ -171,7 +152,7 @@ def race(group: Group, costs: Sequence[Costs], budget: float) -> tuple[str, str,
     with contextlib.redirect_stderr(out), clocked(costs[group.rank()]):
         for _ in range(RACE + 3):
             result = flat(backward(model, draw(group.rank(), 0, shapes)))
-            alike = alike and same_everywhere(group, result)
+            alike = alike and replicas.same_everywhere(group, result)
     error = (result - true).norm() / true.norm()
     return out.getvalue(), handle.stats().chosen, alike, next(kind for kind, most in LEVELS.items() if error <= most)
 
@@ -209,26 +190,22 @@ def test_auto_keeps_the_fastest_codec_inside_the_budget(
         assert used == want
 
 
-def race_with_feedback(group: Group, costs: Costs) -> tuple[int, float]:
-    """Bytes of residuals after the race, and the largest of them."""
+@on_ranks(2)
+def test_a_race_leaves_only_what_its_winner_remembers(group: Group) -> None:
     shapes = {"w": (40, 50)}
-    model = wrap(Given(shapes), group)
-    handle = compress_ddp(model, "auto", exempt="none", feedback="classic")
-    with contextlib.redirect_stderr(io.StringIO()), clocked(costs):
-        for step in range(RACE + 2):
-            backward(model, draw(group.rank(), step, shapes))
-    return handle.stats().residual_bytes, float(residuals(handle, shapes).abs().max())
+    for costs, nbytes in ((cost(4, 3, 2, 1), 4 * 2000), (cost(1, 2, 3, 4), 0)):
+        model = wrap(Given(shapes), group)
+        handle = compress_ddp(model, "auto", exempt="none", feedback="classic")
+        with contextlib.redirect_stderr(io.StringIO()), clocked(costs):
+            for step in range(RACE + 2):
+                backward(model, draw(group.rank(), step, shapes))
+        assert handle.stats().residual_bytes == nbytes
+        assert (residuals(handle, shapes).abs().max() > 0) == (nbytes > 0)
 
 
-def test_a_race_leaves_only_what_its_winner_remembers(ranks: RankPool) -> None:
-    for nbytes, largest in ranks(2).run(race_with_feedback, cost(4, 3, 2, 1)):
-        assert nbytes == 4 * 2000
-        assert largest > 0
-    assert ranks(2).run(race_with_feedback, cost(1, 2, 3, 4)) == [(0, 0.0)] * 2
-
-
-def race_handshakes(group: Group) -> list[int]:
-    """Handshakes of every step while codecs take turns."""
+@on_ranks(2)
+def test_no_handshake_is_timed(group: Group) -> None:
+    """Codecs meet every bucket in their first turn, whose time does not count."""
     model = wrap(Given(), group)
     compress_ddp(model, "auto")
     counts: list[int] = []
@@ -236,18 +213,10 @@ def race_handshakes(group: Group) -> list[int]:
         for step in range(RACE):
             backward(model, draw(group.rank(), step))
             counts.append(len(shaken) - sum(counts))
-    return counts
+    untimed = auto.SETTLE_STEPS + len(auto.CANDIDATES)
+    assert sum(counts[:untimed]) > 0
+    assert sum(counts[untimed:]) == 0
 
-
-def test_no_handshake_is_timed(ranks: RankPool) -> None:
-    """Codecs meet every bucket in their first turn, whose time does not count."""
-    for counts in ranks(2).run(race_handshakes):
-        untimed = auto.SETTLE_STEPS + len(auto.CANDIDATES)
-        assert sum(counts[:untimed]) > 0
-        assert sum(counts[untimed:]) == 0
-
-
-# --- codec="auto:2.5" -------------------------------------------------------------------------------------------------
 
 EQUAL: Shapes = {f"w{i}": (48, 64) for i in range(5)}
 
@@ -259,7 +228,7 @@ def deal(group: Group, bits: float, sizes: Sequence[Sequence[float]]) -> list[tu
     found = []
     for step, factors in enumerate(sizes):
         gradients = [f * g for f, g in zip(factors, draw(group.rank(), step, EQUAL), strict=True)]
-        assert same_everywhere(group, flat(backward(model, gradients)))
+        assert replicas.same_everywhere(group, flat(backward(model, gradients)))
         stats = handle.stats()
         found.append((stats.bits_per_element or 0.0, stats.chosen, dict(handle.state_dict()["decisions"]["widths"])))
     return found
@@ -288,18 +257,22 @@ def test_bits_go_where_the_error_is(ranks: RankPool, world: int, bits: float) ->
         assert dealt[0] != dealt[-1]
 
 
-def budgets(group: Group, cases: Sequence[tuple[Shapes, float]]) -> list[float | None]:
-    found = []
-    for shapes, bits in cases:
+@on_ranks(2)
+def test_bits_on_the_wire_stay_inside_the_budget(group: Group) -> None:
+    """Exempt vectors that lie between the weights count, and so do the codes that bridge them."""
+    layers = [(f"w{i}", (60, 64), f"b{i}", (240,)) for i in range(8)]
+    between = {n: s for w, x, b, y in layers for n, s in ((w, x), (b, y))}
+    apart = {**{w: x for w, x, _, _ in layers}, **{b: y for _, _, b, y in layers}}
+    for shapes, bits in itertools.product((between, apart, EQUAL), (2.5, 3.0, 4.5, 6.0)):
         model = wrap(Given(shapes), group, 1024.0)
         handle = compress_ddp(model, f"auto:{bits}", optimizer="linear")
         for step in range(3):
             backward(model, draw(group.rank(), step, shapes, spread=1.3))
-        found.append(handle.stats().bits_per_element)
-    return found
+        assert 0 < (handle.stats().bits_per_element or 0) <= bits
 
 
-def replans(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_widths_may_change_places(group: Group) -> bool:
     """Parameters of one size whose widths change places: the same lanes, of other stretches of the bucket.
 
     Only so many messages are kept.
@@ -312,32 +285,13 @@ def replans(group: Group) -> bool:
             sizes = (1, 1, 50, 50) if step < 6 else (1, 50, 1, 50)
             means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])
             assert len(handle._sync._messages) <= 2
-    return same_everywhere(group, flat(means))
+    return replicas.same_everywhere(group, flat(means))
 
 
-def test_widths_may_change_places(ranks: RankPool) -> None:
-    assert all(ranks(2).run(replans))
-
-
-def test_bits_on_the_wire_stay_inside_the_budget(ranks: RankPool) -> None:
-    """Exempt vectors that lie between the weights count, and so do the codes that bridge them."""
-    layers = [(f"w{i}", (60, 64), f"b{i}", (240,)) for i in range(8)]
-    between = {n: s for w, x, b, y in layers for n, s in ((w, x), (b, y))}
-    apart = {**{w: x for w, x, _, _ in layers}, **{b: y for _, _, b, y in layers}}
-    cases = [(shapes, bits) for shapes in (between, apart, EQUAL) for bits in (2.5, 3.0, 4.5, 6.0)]
-    for found in ranks(2).run(budgets, cases):
-        for (_, bits), used in zip(cases, found, strict=True):
-            assert used is not None
-            assert used <= bits
-
-
-def too_small(group: Group) -> None:
-    model = wrap(Given({"w": (33, 32), "b": (900,)}), group)
+@on_ranks(2)
+def test_a_budget_that_exemptions_eat_up_is_refused(group: Group) -> None:
+    shapes = {"w": (33, 32), "b": (900,)}
+    model = wrap(Given(shapes), group)
     compress_ddp(model, "auto:2", optimizer="linear")
-    for step in range(2):
-        backward(model, draw(group.rank(), step, {"w": (33, 32), "b": (900,)}))
-
-
-def test_a_budget_that_exemptions_eat_up_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(RuntimeError, match=r"CodecError: a budget of 2 bits per element is not enough: .* needs"):
-        ranks(2).run(too_small)
+    told = [message_of(lambda i=i: backward(model, draw(group.rank(), i, shapes))) for i in (0, 1)]
+    assert "a budget of 2 bits per element is not enough" in told[1], told

@@ -3,7 +3,7 @@
 import copy
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,33 +14,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+import replicas
 import thinwire
-from cases import CPU, ROUND, assert_same, by_turns, each_device, small_chunks, thorough, worlds
+from cases import CPU, ROUND, assert_same, by_turns, each_device, on_ranks, small_chunks, thorough, worlds
 from ranks import RankPool
-from replicas import (
-    CODED,
-    OPTIMIZERS,
-    PAIR,
-    READY,
-    SHAPES,
-    WHOLE,
-    WORLDS,
-    Device,
-    Given,
-    Group,
-    Shapes,
-    backward,
-    batch,
-    draw,
-    flat,
-    learn,
-    mean_of,
-    message_of,
-    network,
-    residuals,
-    same_everywhere,
-    wrap,
-)
+from replicas import CODED, OPTIMIZERS, Device, Given, Group, backward, draw, flat, mean_of, residuals, wrap
 from thinwire import Lloyd, compress_ddp
 from thinwire.collectives import chunks
 from thinwire.integrations import choice
@@ -52,12 +30,12 @@ def conserve(
     group: Group, options: Mapping[str, Any], steps: int, constant: bool = False, device: Device = CPU
 ) -> tuple[Tensor, Tensor]:
     """The sum of all results, and what this rank still remembers."""
-    model = wrap(Given(ready=READY), group, device=device)
+    model = wrap(Given(ready=replicas.READY), group, device=device)
     handle = compress_ddp(model, feedback="classic", exempt="none", **options)
-    total = torch.zeros(sum(math.prod(shape) for shape in SHAPES.values()), dtype=torch.float64)
+    total = torch.zeros(sum(math.prod(shape) for shape in replicas.SHAPES.values()), dtype=torch.float64)
     for step in range(steps):
         mean = flat(backward(model, draw(group.rank(), 0 if constant else step)))
-        assert same_everywhere(group, mean)
+        assert replicas.same_everywhere(group, mean)
         total += mean
     return total, residuals(handle)
 
@@ -80,7 +58,7 @@ def check_conserved(answers: list[tuple[Tensor, Tensor]], steps: int, lost: Call
 
 
 @each_device
-@by_turns("world, algorithm", WORLDS, CODED)
+@by_turns("world, algorithm", replicas.WORLDS, CODED)
 def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     for name in ("lloyd2:block=64", "lloyd1:block=64", "int3:block=64", "byname(a=lloyd1:block=64; *=int2:block=64)"):
         answers = ranks(world).run(conserve, {"codec": name, "algorithm": algorithm}, 5, False, device)
@@ -123,16 +101,16 @@ def test_residuals_move_with_their_parameters(ranks: RankPool, schedule: dict[in
 
 def leave_and_return(group: Group) -> tuple[Tensor, Tensor]:
     """Parameter a has no feedback for two steps; c goes on. The sum of results, and residuals."""
-    model = wrap(Given(PAIR), group, 1024.0)
+    model = wrap(Given(replicas.PAIR), group, 1024.0)
     schedule = {0: "lloyd2:block=64", 2: "byname(a=bf16; *=lloyd2:block=64)", 4: "lloyd2:block=64"}
     handle = compress_ddp(model, schedule, feedback="classic", exempt="none")
-    results = [flat(backward(model, draw(group.rank(), step, PAIR))).double() for step in range(7)]
-    return torch.stack(results).sum(0), residuals(handle, PAIR)
+    results = [flat(backward(model, draw(group.rank(), step, replicas.PAIR))).double() for step in range(7)]
+    return torch.stack(results).sum(0), residuals(handle, replicas.PAIR)
 
 
 def test_a_parameter_that_leaves_a_lane_and_returns_disturbs_no_other(ranks: RankPool) -> None:
     (total, one), (_, other) = ranks(2).run(leave_and_return)
-    true = torch.stack([mean_of(2, step, PAIR) for step in range(7)]).sum(0)
+    true = torch.stack([mean_of(2, step, replicas.PAIR) for step in range(7)]).sum(0)
     missed = (total + one + other - true).abs()
     assert missed[2000:].max() < 1e-4
     assert missed[:2000].max() < 2 * 5 * 2.0**-8  # two steps in bfloat16
@@ -156,21 +134,22 @@ def track(
 ) -> tuple[list[float], bool, float, bool]:
     """Distances to a constant mean; whether the result is the mean that is kept, by all ranks alike; its deviation
     from the sum over ranks of what was sent."""
-    model = wrap(Given(ready=READY), group, device=device)
+    model = wrap(Given(ready=replicas.READY), group, device=device)
     handle = compress_ddp(model, feedback="ef21", exempt="none", **options)
     true, errors = mean_of(group.size()), []
     for _ in range(steps):
         result = flat(backward(model, draw(group.rank())))
         errors.append(float((result - true).norm() / true.norm()))
     state = handle.state_dict()
-    kept = flat([state["mean"][name] for name in SHAPES]).cpu()
+    kept = flat([state["mean"][name] for name in replicas.SHAPES]).cpu()
     sent = residuals(handle)
     dist.all_reduce(sent, group=group)
-    return errors, torch.equal(kept, result), float((sent - kept).abs().max()), same_everywhere(group, result, kept)
+    alike = replicas.same_everywhere(group, result, kept)
+    return errors, torch.equal(kept, result), float((sent - kept).abs().max()), alike
 
 
 @each_device
-@by_turns("world, algorithm", WORLDS, CODED[::-1])
+@by_turns("world, algorithm", replicas.WORLDS, CODED[::-1])
 def test_ef21_comes_closer_at_every_step(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     """A step leaves sqrt(0.1175) = 0.343 of a distance at 2 bits, 0.603 at 1 bit; two phases add another's rounding."""
     for name, rate, steps in (("lloyd2:block=64", 0.36, 8), ("lloyd1:block=64", 0.63, 10)):
@@ -196,73 +175,51 @@ def test_ef21_moves_with_its_parameters(ranks: RankPool) -> None:
 # --- which feedback ---------------------------------------------------------------------------------------------------
 
 
-def chosen_feedback(group: Group, cases: Sequence[tuple[str, str, bool]]) -> list[tuple[list[str], int, bool]]:
-    """For (codec, optimiser, whether it is passed): feedback after every step, hooks left, and replicas alike."""
-    found = []
-    for name, optimizer, passed in cases:
-        before = len(_global_optimizer_pre_hooks)
-        model = wrap(network(), group)
-        stepper = OPTIMIZERS[optimizer](model.parameters())
-        handle = compress_ddp(model, name, optimizer=stepper if passed else None)
-        seen = []
-        for step in range(3):
-            learn(model, stepper, group.rank(), range(step, step + 1))
-            seen.append(handle.stats().feedback)
-        found.append((seen, len(_global_optimizer_pre_hooks) - before, same_everywhere(group, *model.parameters())))
-    return found
-
-
 FEEDBACKS = {  # by codec: after SGD, after Adam
-    "lloyd1": ("classic", "none+moments"),
-    "lloyd2": ("classic", "none+moments"),
-    "int2": ("classic", "none+moments"),
-    "lloyd3": ("classic", "none+moments"),
-    "lloyd4": ("none", "none"),
-    "int8": ("none", "none"),
-    "bf16": ("none", "none"),
-    "auto:2.5": ("classic", "none+moments"),
+    **dict.fromkeys(("lloyd1", "lloyd2", "int2", "lloyd3", "auto:2.5"), ("classic", "none+moments")),
+    **dict.fromkeys(("lloyd4", "int8", "bf16"), ("none", "none")),
 }
 
 
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "seen"])
-def test_auto_chooses_feedback_by_codec_and_optimizer(ranks: RankPool, passed: bool) -> None:
-    """An optimiser that is not passed is seen at its first step; nobody looks out after that."""
-    cases = [(name, optimizer, passed) for name in FEEDBACKS for optimizer in ("sgd", "adam")]
-    for answers in ranks(2).run(chosen_feedback, cases):
-        for (name, optimizer, _), (seen, left, alike) in zip(cases, answers, strict=True):
-            want = FEEDBACKS[name][optimizer != "sgd"]
-            first = want if passed and want == "classic" else "none"  # moments come with the first step
-            assert seen == [first, want, want], (name, optimizer)
-            assert left == 0
-            assert alike
+@on_ranks(2)
+def test_auto_chooses_feedback_by_codec_and_optimizer(group: Group, passed: bool) -> None:
+    """An optimizer that is not passed is seen at its first step; nobody looks out after that."""
+    before = len(_global_optimizer_pre_hooks)
+    rows = [(name, *row) for name, kinds in FEEDBACKS.items() for row in zip(("sgd", "adam"), kinds, strict=True)]
+    for name, optimizer, want in rows:
+        model = wrap(replicas.network(), group)
+        stepper = OPTIMIZERS[optimizer](model.parameters())
+        handle = compress_ddp(model, name, optimizer=stepper if passed else None)
+        first = want if passed and want == "classic" else "none"  # moments come with the first step
+        for step, feedback in enumerate((first, want, want)):
+            replicas.learn(model, stepper, group.rank(), range(step, step + 1))
+            assert handle.stats().feedback == feedback, (name, optimizer, step)
+        assert len(_global_optimizer_pre_hooks) == before
+        assert replicas.same_everywhere(group, *model.parameters())
 
 
-def scouts(group: Group) -> list[int]:
-    """Hooks on optimisers: with two models that wait, after the first one's step, after both, after a state died."""
-    before, counts = len(_global_optimizer_pre_hooks), []
-    models = [wrap(network(), group) for _ in range(2)]
+@on_ranks(2)
+def test_looking_for_optimizers_leaves_nothing_behind(group: Group) -> None:
+    """Hooks on optimizers: with two models that wait, after both have stepped, after a state died."""
+    before = len(_global_optimizer_pre_hooks)
+    models = [wrap(replicas.network(), group) for _ in range(2)]
     steppers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     handles = [compress_ddp(model, "lloyd2") for model in models]
-    counts.append(len(_global_optimizer_pre_hooks) - before)
+    assert len(_global_optimizer_pre_hooks) > before
     for model, stepper in zip(models, steppers, strict=True):
-        learn(model, stepper, group.rank(), range(2))
-    counts.append(len(_global_optimizer_pre_hooks) - before)
+        replicas.learn(model, stepper, group.rank(), range(2))
+    assert len(_global_optimizer_pre_hooks) == before
     assert [handle.stats().feedback for handle in handles] == ["classic"] * 2
-    compress_ddp(wrap(network(), group), "lloyd2").close()
+    compress_ddp(wrap(replicas.network(), group), "lloyd2").close()
     thinwire.DDPState(group, "lloyd2")
     gc.collect()
-    learn(models[0], steppers[0], group.rank(), range(2))
-    counts.append(len(_global_optimizer_pre_hooks) - before)
-    return counts
+    replicas.learn(models[0], steppers[0], group.rank(), range(2))
+    assert len(_global_optimizer_pre_hooks) == before
 
 
-def test_looking_for_optimizers_leaves_nothing_behind(ranks: RankPool) -> None:
-    for waiting, seen, dead in ranks(2).run(scouts):
-        assert waiting >= 1
-        assert (seen, dead) == (0, 0)
-
-
-def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
+@on_ranks(2)
+def test_without_an_optimizer_eight_bits_travel_for_a_while(group: Group) -> None:
     """Steps by hand, which nobody sees: int8, then 2 bits as in front of Adam."""
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", exempt="none")
@@ -272,18 +229,14 @@ def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
             result = flat(backward(model, draw(group.rank(), step)))
             errors.append(float((result - mean_of(2, step)).norm() / mean_of(2, step).norm()))
             seen.append(handle.stats().feedback)
-    return seen, errors
+    assert seen == ["none"] * 5
+    assert max(errors[:3]) < 0.01
+    assert min(errors[3:]) > 0.1
 
 
-def test_without_an_optimizer_eight_bits_travel_for_a_while(ranks: RankPool) -> None:
-    for seen, errors in ranks(2).run(no_optimizer):
-        assert seen == ["none"] * 5
-        assert max(errors[:3]) < 0.01
-        assert min(errors[3:]) > 0.1
-
-
-def join_with_nothing(group: Group) -> bool:
-    """A rank without any input sees no optimiser step."""
+@on_ranks(2)
+def test_ranks_agree_on_the_optimizer(group: Group) -> None:
+    """A rank without any input sees no optimizer step."""
     model = wrap(Given(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     compress_ddp(model, "lloyd2")
@@ -292,37 +245,27 @@ def join_with_nothing(group: Group) -> bool:
             optimizer.zero_grad()
             model(*draw(group.rank(), step)).backward()
             optimizer.step()
-    return True
 
 
-def test_ranks_agree_on_the_optimizer(ranks: RankPool) -> None:
-    assert all(ranks(2).run(join_with_nothing))
+BY_RANK: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"optimizer": "adam"}, {"optimizer": "adam", "weigh": "none"}),
+    ({"optimizer": "adam"}, {"optimizer": "sgd"}),
+    ({"optimizer": "adam"}, {"optimizer": "adaptive"}),  # of which nobody knows moments
+    ({"optimizer": "adam"}, {}),
+    ({"residual_dtype": torch.float32}, {"residual_dtype": torch.bfloat16}),
+    ({"error_budget": 0.1}, {"error_budget": 0.2}),
+    ({"measure_every": 3}, {"warmup_steps": 3}),
+]
 
 
-def given_by_rank(group: Group, options: list[dict[str, Any]]) -> str:
-    model = wrap(Given(), group)
-    optimizers = {"adam": OPTIMIZERS["adam"](model.parameters()), "sgd": OPTIMIZERS["sgd"](model.parameters())}
-    own = {name: optimizers.get(value, value) for name, value in options[group.rank()].items()}
-    compress_ddp(model, "lloyd2", **own)
-    return message_of(lambda: model(*draw(group.rank())).backward())
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"optimizer": "adam"}, {"optimizer": "adam", "weigh": "none"}),
-        ({"optimizer": "adam"}, {"optimizer": "sgd"}),
-        ({"optimizer": "adam"}, {"optimizer": "adaptive"}),  # of which nobody knows moments
-        ({"optimizer": "adam"}, {}),
-        ({"residual_dtype": torch.float32}, {"residual_dtype": torch.bfloat16}),
-        ({"error_budget": 0.1}, {"error_budget": 0.2}),
-        ({"measure_every": 3}, {"warmup_steps": 3}),
-    ],
-    ids=str,
-)
-def test_options_that_differ_by_rank_raise_on_all(ranks: RankPool, one: dict[str, Any], other: dict[str, Any]) -> None:
-    for told in ranks(2).run(given_by_rank, [one, other]):
-        assert "the ranks disagree about operation" in told, told
+@on_ranks(2)
+def test_options_that_differ_by_rank_raise_on_all(group: Group) -> None:
+    for options in BY_RANK:
+        model = wrap(Given(), group)
+        optimizers = {name: OPTIMIZERS[name](model.parameters()) for name in ("adam", "sgd")}
+        compress_ddp(model, "lloyd2", **{k: optimizers.get(v, v) for k, v in options[group.rank()].items()})
+        told = replicas.message_of(lambda model=model: model(*draw(group.rank())).backward())
+        assert "the ranks disagree about operation" in told, (options, told)
 
 
 # --- NaN and infinities -----------------------------------------------------------------------------------------------
@@ -344,7 +287,12 @@ def states_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def break_one(
-    group: Group, options: Mapping[str, Any], at: int, bad: float, shapes: Shapes = WHOLE, device: Device = CPU
+    group: Group,
+    options: Mapping[str, Any],
+    at: int,
+    bad: float,
+    shapes: replicas.Shapes = replicas.WHOLE,
+    device: Device = CPU,
 ) -> Broken:
     model = wrap(Given(shapes), group, 1024.0, device=device)
     handle = compress_ddp(model, **options)
@@ -360,7 +308,7 @@ def break_one(
             at -= g.numel()
     got = flat(backward(model, broken))
     unchanged, counted = states_equal(before, handle.state_dict()), handle.stats().nonfinite - counted
-    assert same_everywhere(group, got.nan_to_num())
+    assert replicas.same_everywhere(group, got.nan_to_num())
     after = flat(backward(model, draw(group.rank(), 4, shapes)))
     handle.load_state_dict(before)
     return Broken(got, flat(backward(model, gradients)), unchanged, counted, after)
@@ -383,7 +331,7 @@ def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
     kinds = (math.nan, -math.inf) if (world == 2) == (algorithm == "one_shot") else (-math.inf, math.nan)
     for name, bad in zip(("lloyd2:block=64", "int4:block=64"), kinds, strict=True):
         options = {"codec": name, "feedback": feedback, "algorithm": algorithm, "exempt": "none"}
-        for found in ranks(world).run(break_one, options, at, bad, WHOLE, device):
+        for found in ranks(world).run(break_one, options, at, bad, replicas.WHOLE, device):
             want = found.want.clone()
             want[begin : begin + block] = math.nan
             assert_same(found.got, want, name)
@@ -396,7 +344,7 @@ def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
 def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str, world: int) -> None:
     """It lies between weights and travels in their message; their residuals wait as well."""
     options = {"codec": "lloyd2", "feedback": feedback}
-    for found in ranks(world).run(break_one, options, 2000 + 5, math.inf, SHAPES):
+    for found in ranks(world).run(break_one, options, 2000 + 5, math.inf, replicas.SHAPES):
         want = found.want.clone()
         want[2005] = math.nan
         assert_same(torch.where(found.got.isinf(), math.nan, found.got), want)
@@ -405,8 +353,10 @@ def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str, 
         assert found.counted == 1
 
 
-def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, Tensor, int]:
-    """The chunk that a bad number falls into; which residuals changed on any rank; which results are bad; the count."""
+@by_turns("world, feedback", [2, 3], ["classic", "ef21"])
+@on_ranks()
+def test_other_chunks_remember_as_ever(group: Group, feedback: str) -> None:
+    """A bad number spoils its block of the results, and no residual of its chunk changes on any rank."""
     shapes, coder = {"w": (4000,)}, Lloyd(2, 32)
     with small_chunks():
         cut = chunks.cut(4000, coder.wire_bytes(4000), group.size(), group.size())
@@ -422,30 +372,35 @@ def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, T
         got = flat(backward(model, [gradient]))
     changed = (residuals(handle, shapes) != before).double()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
-    return (span.begin, span.end), changed > 0, got.isnan(), handle.stats().nonfinite
+    begin, end, bad = span.begin, span.end, got.isnan()
+    assert 0 < begin < end < 4000
+    assert bad[1234]
+    assert bad.sum() <= 32
+    assert handle.stats().nonfinite == 1
+    assert not changed[begin:end].any()
+    assert changed[:begin].mean() > 0.99
+    assert changed[end:].mean() > 0.99
 
 
-@by_turns("world, feedback", [2, 3], ["classic", "ef21"])
-def test_other_chunks_remember_as_ever(ranks: RankPool, world: int, feedback: str) -> None:
-    for (begin, end), changed, bad, counted in ranks(world).run(break_chunk, feedback):
-        assert 0 < begin < end < 4000
-        assert bad[1234]
-        assert bad.sum() <= 32
-        assert counted == 1
-        assert not changed[begin:end].any()
-        assert changed[:begin].double().mean() > 0.99
-        assert changed[end:].double().mean() > 0.99
+SCALED: list[dict[str, Any]] = [
+    *({"codec": codec} for codec in ("none", "lloyd2", "auto:2.5")),
+    {"codec": "int8", "exempt": "none"},
+    {"codec": "lloyd2", "feedback": "classic"},
+    {"codec": "lloyd1:block=64", "feedback": "ef21"},
+]
 
 
-def with_scaler(group: Group, options: Mapping[str, Any]) -> tuple[list[bool], list[float], bool]:
+@pytest.mark.parametrize("options", SCALED, ids=str)
+@on_ranks(2)
+def test_a_gradient_scaler_skips_the_step_on_every_rank(group: Group, options: Mapping[str, Any]) -> None:
     """Whether each of five steps moved the parameters, where the third has an Inf; the scales."""
-    model = wrap(network(), group)
+    model = wrap(replicas.network(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     compress_ddp(model, **options)
     moved, scales = [], []
     for step in range(5):
-        x, y = batch(group.rank(), step)
+        x, y = replicas.batch(group.rank(), step)
         before = flat(list(model.parameters()))
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
@@ -456,23 +411,6 @@ def with_scaler(group: Group, options: Mapping[str, Any]) -> tuple[list[bool], l
         scaler.update()
         moved.append(not torch.equal(before, flat(list(model.parameters()))))
         scales.append(scaler.get_scale())
-    finite = all(p.isfinite().all() for p in model.parameters())
-    return moved, scales, finite and same_everywhere(group, *model.parameters())
-
-
-SCALED: list[dict[str, Any]] = [
-    {"codec": "none"},
-    {"codec": "int8", "exempt": "none"},
-    {"codec": "lloyd2", "feedback": "classic"},
-    {"codec": "lloyd1:block=64", "feedback": "ef21"},
-    {"codec": "lloyd2"},
-    {"codec": "auto:2.5"},
-]
-
-
-@pytest.mark.parametrize("options", SCALED, ids=str)
-def test_a_gradient_scaler_skips_the_step_on_every_rank(ranks: RankPool, options: Mapping[str, Any]) -> None:
-    for moved, scales, fine in ranks(2).run(with_scaler, options):
-        assert moved == [True, True, False, True, True]
-        assert scales == [8.0, 8.0, 4.0, 4.0, 4.0]
-        assert fine
+    assert (moved, scales) == ([True, True, False, True, True], [8.0, 8.0, 4.0, 4.0, 4.0])
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert replicas.same_everywhere(group, *model.parameters())

@@ -8,28 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases import Range, assert_same, by_turns, digest, each_device, given, thorough, worlds
+import replicas
+from cases import Range, assert_same, by_turns, digest, each_device, given, on_ranks, thorough
 from ranks import RankPool
-from replicas import (
-    CODED,
-    OPTIMIZERS,
-    READY,
-    WHOLE,
-    WORLDS,
-    Device,
-    Given,
-    Group,
-    backward,
-    draw,
-    flat,
-    learn,
-    network,
-    same_everywhere,
-    wrap,
-)
+from replicas import CODED, OPTIMIZERS, READY, WHOLE, WORLDS, Device, Given, Group, backward, draw, flat, learn, wrap
 from thinwire import BlockInt, ByName, BySize, Cast, Identity, Lloyd, codec, compress_ddp
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 class Mean(NamedTuple):
@@ -118,33 +101,26 @@ def test_means_come_back_in_their_dtype(ranks: RankPool, world: int, dtype: torc
     check_means(ranks, world, cases, device)
 
 
-def repeated(group: Group, given_codec: str) -> list[str]:
-    model = wrap(Given(WHOLE), group)
-    compress_ddp(model, given_codec, feedback="none")
-    return [digest(flat(backward(model, draw(group.rank(), 0, WHOLE)))) for _ in range(4)]
-
-
-@worlds(3, rare=[2])
-def test_every_step_rotates_and_rounds_anew(ranks: RankPool, world: int) -> None:
+@on_ranks(3, rare=[2])
+def test_every_step_rotates_and_rounds_anew(group: Group) -> None:
     """Errors of constant gradients average out over steps, except where nothing is drawn."""
     for name, different in (("lloyd2", 4), ("int4:rounding=stochastic", 4), ("int8", 1)):
-        for found in ranks(world).run(repeated, name):
-            assert len(set(found)) == different, name
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
+        model = wrap(Given(WHOLE), group)
+        compress_ddp(model, name, feedback="none")
+        found = {digest(flat(backward(model, draw(group.rank(), 0, WHOLE)))) for _ in range(4)}
+        assert len(found) == different, name
 
 
 def train(
     group: Group, optimizer: str, options: Mapping[str, Any], steps: int, device: Device
 ) -> tuple[bool, float, float]:
     """Whether replicas ended alike, and the first and last losses, means over ranks. DDP sends buffers around too."""
-    model = wrap(network(norm=True), group, device=device)
+    model = wrap(replicas.network(norm=True), group, device=device)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     compress_ddp(model, **options)
     losses = torch.tensor(learn(model, stepper, group.rank(), range(steps)))
     dist.all_reduce(losses, group=group)
-    alike = same_everywhere(group, *model.parameters())
+    alike = replicas.same_everywhere(group, *model.parameters())
     return alike, float(losses[:3].mean()), float(losses[-3:].mean())
 
 
@@ -161,7 +137,8 @@ def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_code
         assert last < first
 
 
-def start_late(group: Group) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_compression_may_begin_under_way(group: Group) -> None:
     """Compression that begins in the middle of a run."""
     model, whole = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
     for step in range(3):
@@ -171,9 +148,4 @@ def start_late(group: Group) -> tuple[Tensor, Tensor]:
         backward(whole, draw(group.rank(), step))
     compress_ddp(model, "int8", exempt="none", feedback="none")
     gradients = draw(group.rank(), 3)
-    return flat(backward(model, gradients)), flat(backward(whole, gradients))
-
-
-def test_compression_may_begin_under_way(ranks: RankPool) -> None:
-    for late, scheduled in ranks(2).run(start_late):
-        assert_same(late, scheduled)
+    assert_same(flat(backward(model, gradients)), flat(backward(whole, gradients)))

@@ -13,31 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import thinwire
-from cases import Range, digest, each_device, given, small_chunks
+import replicas
+from cases import Range, digest, each_device, given, on_ranks, small_chunks
 from ranks import RankPool
-from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, network, same_everywhere, wrap
+from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, message_of, network, wrap
 from thinwire import Lloyd, codec, compress_ddp
 from thinwire.collectives import traffic
 from thinwire.log import announce_once
 
 Shape = tuple[int, int]
 MESHES: list[Shape] = [(2, 1), (1, 3), (3, 1), (2, 2)]
-CODECS = [
-    ("bf16", "lloyd4:block=64"),
-    ("int8", "int4"),
-    ("none", "int8"),
-    ("int4", "int8"),
-    ("int8", "lloyd2:block=64"),
-]
+CODECS = [("bf16", "lloyd4:block=64"), ("int8", "int4"), ("none", "int8"), ("int4", "int8")]
+CODECS.append(("int8", "lloyd2:block=64"))
 NUMEL = 2003
 
 
 def mesh_of(shape: Shape) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def first_means(group: Group, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
@@ -88,7 +80,7 @@ def off(group: Group, shape: Shape, options: Mapping[str, Any], shapes: Shapes) 
     model = wrap(Given(shapes), group, 1024.0)
     compress_ddp(model, mesh=mesh_of(shape), **options)
     got, want = flat(backward(model, draw(group.rank(), 0, shapes))).double(), mean_of(group.size(), 0, shapes)
-    return float((got - want).norm() / want.norm()), same_everywhere(group, got)
+    return float((got - want).norm() / want.norm()), replicas.same_everywhere(group, got)
 
 
 def test_bits_count_across_nodes(ranks: RankPool) -> None:
@@ -102,68 +94,63 @@ def test_bits_count_across_nodes(ranks: RankPool) -> None:
     assert errors["int8", "int4"] == pytest.approx(errors["bf16", "int4"], rel=0.1)
 
 
-def test_exempt_parameters_keep_their_bits(ranks: RankPool) -> None:
-    """Norms and biases travel in 16 bits across, so inside they do too, whatever `inside` says."""
-    for error, same in ranks(4).run(off, (2, 2), {"codec": "int8", "inside": "int4"}, {"b": (700,), "d": (9,)}):
-        assert same
-        assert error < 4 * 2**-9  # four roundings to bfloat16
+def test_exempt_parameters_and_few_numbers_keep_their_bits(ranks: RankPool) -> None:
+    """Norms and biases travel in 16 bits across, so inside they do too, whatever `inside` says.
+
+    Three numbers take more bytes in lloyd4 than in fp32, for its header; inside they travel as asked even so.
+    """
+    few = {"codec": "lloyd4", "inside": "none", "exempt": "none"}
+    for shape, options, shapes, most in (
+        (
+            (2, 2),
+            {"codec": "int8", "inside": "int4"},
+            {"b": (700,), "d": (9,)},
+            4 * 2**-9,
+        ),  # four roundings to bfloat16
+        ((1, 3), few, {"w": (3,)}, 1e-6),
+    ):
+        for error, same in ranks(math.prod(shape)).run(off, shape, options, shapes):
+            assert same
+            assert error < most
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.complex128], ids=str)
-def test_gradients_of_any_dtype(ranks: RankPool, dtype: torch.dtype) -> None:
+@on_ranks(4)
+def test_gradients_of_any_dtype(group: Group, dtype: torch.dtype) -> None:
     """Some go across in lloyd4, some are exempt, one travels as it is; each is measured."""
-    for error, same in ranks(4).run(off_by_dtype, (2, 2), dtype):
-        assert same
-        assert error < 0.13  # lloyd4 loses 0.097 of a Gaussian
-
-
-def off_by_dtype(group: Group, shape: Shape, dtype: torch.dtype) -> tuple[float, bool]:
     shapes: Shapes = {"w": (70, 40), "b": (30,), "v": (50, 60)}
     model = wrap(Given(shapes, dtype), group, 1024.0)
-    compress_ddp(model, "lloyd4", mesh=mesh_of(shape), policy={"v": "none"}, measure_every=1)
+    compress_ddp(model, "lloyd4", mesh=mesh_of((2, 2)), policy={"v": "none"}, measure_every=1)
     got = flat(backward(model, draw(group.rank(), 0, shapes, dtype))).to(torch.complex128)
-    want = torch.stack([flat(draw(rank, 0, shapes, dtype)).to(torch.complex128) for rank in range(group.size())]).mean(
-        0
-    )
-    return float((got - want).norm() / want.norm()), same_everywhere(group, torch.view_as_real(got))
-
-
-def test_few_numbers_have_the_bits_of_many(ranks: RankPool) -> None:
-    """Three numbers take more bytes in lloyd4 than in fp32, for its header; inside they travel as asked even so."""
-    options = {"codec": "lloyd4", "inside": "none", "exempt": "none"}
-    for error, same in ranks(3).run(off, (1, 3), options, {"w": (3,)}):
-        assert same
-        assert error < 1e-6
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
+    everyones = [flat(draw(rank, 0, shapes, dtype)).to(torch.complex128) for rank in range(group.size())]
+    want = torch.stack(everyones).mean(0)
+    assert replicas.same_everywhere(group, torch.view_as_real(got))
+    assert (got - want).norm() < 0.13 * want.norm()  # lloyd4 loses 0.097 of a Gaussian
 
 
 TRAINED: list[Any] = ["none", "lloyd4", {0: "none", 5: "int8", 10: "lloyd4"}, "auto", "auto:4.5"]
 
 
-def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
-    mesh, found = mesh_of(shape), []
+@on_ranks(4)
+def test_models_learn_and_replicas_stay_alike(group: Group) -> None:
+    mesh, found = mesh_of((2, 2)), []
     for given_codec in TRAINED:
         model = wrap(network(), group)
         handle = compress_ddp(model, given_codec, mesh=mesh, inside="int8")
         losses = learn(model, torch.optim.Adam(model.parameters(), 3e-2), group.rank(), range(16))
-        same = same_everywhere(group, *[p.data for p in model.parameters()])
+        same = replicas.same_everywhere(group, *[p.data for p in model.parameters()])
         found.append((losses, same, handle.stats().feedback))
-    return found
+    (exact, *_), *others = found
+    for losses, same, feedback in others:
+        assert same
+        assert feedback == "none"
+        assert sum(losses[-5:]) < 1.5 * sum(exact[-5:]) < 0.5 * sum(losses[:5])
 
 
-def test_models_learn_and_replicas_stay_alike(ranks: RankPool) -> None:
-    for (exact, *_), *others in ranks(4).run(train, (2, 2)):
-        for losses, same, feedback in others:
-            assert same
-            assert feedback == "none"
-            assert sum(losses[-5:]) < 1.5 * sum(exact[-5:]) < 0.5 * sum(losses[:5])
-
-
-def resume(group: Group, shape: Shape) -> bool:
+@on_ranks(4, gives=True)
+def test_a_checkpoint_goes_on_with_the_same_bits(group: Group) -> bool:
     """Ten steps are five, a checkpoint, and five."""
-    mesh, weights = mesh_of(shape), []
+    mesh, weights = mesh_of((2, 2)), []
     for broken in (False, True):
         model = wrap(network(), group)
         optimizer = torch.optim.SGD(model.parameters(), 0.03)
@@ -178,13 +165,6 @@ def resume(group: Group, shape: Shape) -> bool:
         learn(model, optimizer, group.rank(), range(5, 10))
         weights.append(digest(*[p.data for p in model.parameters()]))
     return weights[0] == weights[1]
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool) -> None:
-    assert all(ranks(4).run(resume, (2, 2)))
-
-
-# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def measure(group: Group, shape: Shape, inside: str, across: str) -> tuple[Any, int]:
@@ -212,29 +192,21 @@ def test_statistics_are_those_of_the_transport_and_of_the_link_across(ranks: Ran
             assert 0.08 < stats.relative_error < 0.11  # lloyd4 loses 0.0095 of a Gaussian's squares
 
 
-def break_one(group: Group, shape: Shape, bad: float) -> tuple[int, Tensor, Tensor]:
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@on_ranks(4)
+def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(group: Group, bad: float) -> None:
     model = wrap(Given({"w": (60, 40)}), group, 1024.0)
-    handle = compress_ddp(model, "int8:block=64", mesh=mesh_of(shape), inside="int8:block=64")
+    handle = compress_ddp(model, "int8:block=64", mesh=mesh_of((2, 2)), inside="int8:block=64")
     (gradient,) = draw(group.rank(), 0, {"w": (60, 40)})
     if group.rank() == 1:
         gradient.view(-1)[700] = bad
-    got = flat(backward(model, [gradient]))
+    got, begin = flat(backward(model, [gradient])), 700 // 64 * 64
     after = flat(backward(model, draw(group.rank(), 1, {"w": (60, 40)})))
-    return int(handle.stats().nonfinite), got, after
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(ranks: RankPool, bad: float) -> None:
-    begin = 700 // 64 * 64
-    for count, got, after in ranks(4).run(break_one, (2, 2), bad):
-        assert count == 1
-        assert not got[begin : begin + 64].isfinite().any()
-        assert got[:begin].isfinite().all()
-        assert got[begin + 64 :].isfinite().all()
-        assert after.isfinite().all()
-
-
-# --- misuse -----------------------------------------------------------------------------------------------------------
+    assert handle.stats().nonfinite == 1
+    assert not got[begin : begin + 64].isfinite().any()
+    assert got[:begin].isfinite().all()
+    assert got[begin + 64 :].isfinite().all()
+    assert after.isfinite().all()
 
 
 def hinted(group: Group, options: Mapping[str, Any]) -> list[str]:
@@ -275,24 +247,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def refusals(group: Group) -> dict[str, str]:
-    """What is said of each, and that the ranks go on afterwards."""
-    meshes: dict[Any, Any] = {"line": init_device_mesh("cpu", (4,)), "whole": mesh_of((2, 2))}
-    meshes["half"] = _Half()
-    meshes["rows"] = DeviceMesh("cpu", [[3, 1], [0, 2]])
-    told = {}
-    for name, (options, _) in REFUSED.items():
-        asked = {"codec": "int8", "mesh": "whole", **options}
-        asked["mesh"] = meshes.get(asked["mesh"], asked["mesh"]) if isinstance(asked["mesh"], str) else asked["mesh"]
-        model = wrap(Given(), group)
-        try:
-            compress_ddp(model, **asked)
-            backward(model, draw(group.rank()))
-        except (thinwire.CollectiveError, thinwire.CodecError, RuntimeError) as error:
-            told[name] = str(error)
-    return told
-
-
 class _Half(DeviceMesh):
     """A mesh of other ranks than DDP's."""
 
@@ -303,8 +257,14 @@ class _Half(DeviceMesh):
         pass
 
 
-def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
-    for told in ranks(4).run(refusals):
-        assert told.keys() == REFUSED.keys()
-        for name, (_, message) in REFUSED.items():
-            assert message in told[name], name
+@on_ranks(4)
+def test_misuse_is_refused_by_name(group: Group) -> None:
+    """And the ranks go on afterwards."""
+    meshes: dict[Any, Any] = {"line": init_device_mesh("cpu", (4,)), "whole": mesh_of((2, 2)), "half": _Half()}
+    meshes["rows"] = DeviceMesh("cpu", [[3, 1], [0, 2]])
+    for name, (options, message) in REFUSED.items():
+        asked = {"codec": "int8", "mesh": "whole", **options}
+        asked["mesh"] = meshes.get(asked["mesh"], asked["mesh"]) if isinstance(asked["mesh"], str) else asked["mesh"]
+        model = wrap(Given(), group)
+        told = message_of(lambda a=asked, m=model: (compress_ddp(m, **a), backward(m, draw(group.rank()))))
+        assert message in told, (name, told)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cases import small_chunks, worlds
+from cases import on_ranks, small_chunks, worlds
 from ranks import RankPool
 from replicas import CODED, SHAPES, Given, Group, Shapes, backward, draw, wrap
 from thinwire import codec, compress_ddp
@@ -18,8 +18,7 @@ from thinwire.collectives import chunks, traffic
 def measure(group: Group, options: Mapping[str, Any], shapes: Shapes, steps: int) -> tuple[Any, int]:
     """The statistics, and what the transport counted."""
     model = wrap(Given(shapes), group)
-    handle = compress_ddp(model, **options)
-    before = traffic(group).sent
+    handle, before = compress_ddp(model, **options), traffic(group).sent
     for step in range(steps):
         backward(model, draw(group.rank(), step, shapes))
     return handle.stats(), traffic(group).sent - before
@@ -52,8 +51,7 @@ def test_statistics_make_sense(ranks: RankPool) -> None:
             assert 0.33 < stats.relative_error < 0.38
             assert "clipped" not in f"{stats} {stats.as_dict()}"  # a third has the outer codes, as is meant
             assert min(stats.encode_s, stats.decode_s, stats.wire_s) > 0
-            assert (stats.reduce_s > 0) == (world > 2)
-            assert stats.residual_bytes == 0
+            assert (stats.reduce_s > 0, stats.residual_bytes) == (world > 2, 0)
             assert 15.5 < stats.ratio < 16
     for stats, sent in ranks(2).run(measure, {"codec": "none"}, shapes, 2):
         assert (stats.ratio, stats.bits_per_element, stats.relative_error, sent) == (1.0, None, None, 0)
@@ -61,39 +59,32 @@ def test_statistics_make_sense(ranks: RankPool) -> None:
     assert (stats.steps, stats.bytes_sent, stats.ratio, stats.residual_bytes) == (2, 0, 1.0, 0)
 
 
-def exact_lanes(group: Group, dtype: torch.dtype) -> float | None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@on_ranks(3, rare=[2])
+def test_exact_lanes_of_any_dtype_are_measured(group: Group, dtype: torch.dtype) -> None:
     """The error at a step in which some parameters travel as they are."""
     model = wrap(Given({"w": (60, 50), "v": (50, 60)}, dtype), group, 1024.0)
     handle = compress_ddp(model, "lloyd4", policy={"v": "none"}, measure_every=1)
     for step in range(2):
         backward(model, draw(group.rank(), step, {"w": (60, 50), "v": (50, 60)}, dtype))
-    return handle.stats().relative_error
+    error = handle.stats().relative_error
+    assert 0.05 < error < 0.1  # half of the squares lose 0.0095
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@worlds(3, rare=[2])
-def test_exact_lanes_of_any_dtype_are_measured(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    for error in ranks(world).run(exact_lanes, dtype):
-        assert 0.05 < error < 0.1  # half of the squares lose 0.0095
-
-
-def errors_measured(group: Group, every: int) -> list[float | None]:
-    model = wrap(Given(), group)
-    handle = compress_ddp(model, "int8", exempt="none", measure_every=every)
-    found = []
-    for step in range(5):
-        backward(model, [(1.0 if step < 2 else 0.0) * g for g in draw(group.rank(), step)])
-        found.append(handle.stats().relative_error)
-    return found
-
-
-def test_errors_are_measured_as_often_as_asked(ranks: RankPool) -> None:
-    (often, _), (seldom, _), (never, _) = (ranks(2).run(errors_measured, every) for every in (1, 3, 0))
-    assert never == [None] * 5
-    assert often[2] is not None
-    assert often[2] > 0
-    assert often[4] == 0  # measured steps are told one step later
-    assert seldom[2] == seldom[3] == often[1]
+@on_ranks(2)
+def test_errors_are_measured_as_often_as_asked(group: Group) -> None:
+    """Gradients are zero from the third step on; what is measured is known one step later."""
+    found: dict[int, list[float | None]] = {1: [], 3: [], 0: []}
+    for every, errors in found.items():
+        model = wrap(Given(), group)
+        handle = compress_ddp(model, "int8", exempt="none", measure_every=every)
+        for step in range(5):
+            backward(model, [(1.0 if step < 2 else 0.0) * g for g in draw(group.rank(), step)])
+            errors.append(handle.stats().relative_error)
+    assert found[0] == [None] * 5
+    assert (found[1][2] or 0) > 0
+    assert found[1][4] == 0
+    assert found[3][2] == found[3][3] == found[1][1]
 
 
 RESIDUALS = {torch.float32: 4.0, torch.bfloat16: 2.0}
@@ -111,50 +102,40 @@ def test_residuals_take_what_their_dtype_takes(ranks: RankPool, dtype: torch.dty
             assert stats.residual_bytes == RESIDUALS[dtype] * numbers
 
 
-def held(group: Group, name: str, algorithm: str) -> tuple[int, int]:
-    """Scratch, and what it may be: a wire of the message and two of a chunk, or what one chunk needs."""
-    numel, coder, own = 300_000, codec(name), dist.new_group()
-    model = wrap(Given({"w": (numel,)}), own, 1024.0 * 100)
-    with small_chunks(20_000):
-        handle = compress_ddp(model, name, algorithm=algorithm, feedback="none", exempt="none")
-        for step in range(2):
-            backward(model, [torch.full((numel,), 1.0 + step + group.rank())])
-        cut = chunks.cut(numel, coder.wire_bytes(numel), group.size(), group.size())
-    assert cut.num_chunks > 2
-    chunk = coder.wire_bytes(cut.chunk)
-    alone = group.size() * chunk if algorithm == "one_shot" else 2 * chunk + 4096
-    dist.barrier(own)
-    return handle.stats().scratch_bytes, max(coder.wire_bytes(numel) + 2 * chunk, alone) + 4096
-
-
 @pytest.mark.parametrize(("world", "algorithm"), [(2, "one_shot"), (2, "two_phase"), (3, "two_phase")])
-def test_scratch_is_a_wire_and_two_chunks(ranks: RankPool, world: int, algorithm: str) -> None:
+@on_ranks()
+def test_scratch_is_a_wire_and_two_chunks(group: Group, algorithm: str) -> None:
+    """A wire of the message and two of a chunk, or what one chunk needs."""
     for name in ("int8", "lloyd2"):
-        for used, most in ranks(world).run(held, name, algorithm):
-            assert 0 < used <= most
+        numel, coder, own = 300_000, codec(name), dist.new_group()
+        model = wrap(Given({"w": (numel,)}), own, 1024.0 * 100)
+        with small_chunks(20_000):
+            handle = compress_ddp(model, name, algorithm=algorithm, feedback="none", exempt="none")
+            for step in range(2):
+                backward(model, [torch.full((numel,), 1.0 + step + group.rank())])
+            cut = chunks.cut(numel, coder.wire_bytes(numel), group.size(), group.size())
+        assert cut.num_chunks > 2
+        chunk = coder.wire_bytes(cut.chunk)
+        alone = group.size() * chunk if algorithm == "one_shot" else 2 * chunk + 4096
+        dist.barrier(own)
+        assert 0 < handle.stats().scratch_bytes <= max(coder.wire_bytes(numel) + 2 * chunk, alone) + 4096
 
 
-def shown(group: Group) -> tuple[str, str, str, str, float]:
+@on_ranks(2)
+def test_a_handle_and_its_statistics_print(group: Group) -> None:
     """A handle and its statistics in print, before, after and at the end; and the ratio."""
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic", measure_every=1)
     fresh = str(handle)
     for step in range(3):
         backward(model, draw(group.rank(), step))
-    table = str(handle.stats())
-    ratio = handle.stats().ratio
-    used = str(handle)
+    table, ratio, used = str(handle.stats()), handle.stats().ratio, str(handle)
     handle.close()
-    return fresh, used, str(handle), table, ratio
-
-
-def test_a_handle_and_its_statistics_print(ranks: RankPool) -> None:
-    for fresh, used, closed, table, ratio in ranks(2).run(shown):
-        assert fresh == "DDPState(codec='lloyd2', feedback='none', steps=0, ratio=1.00)"
-        assert used == f"DDPState(codec='lloyd2', feedback='classic', steps=3, ratio={ratio:.2f})"
-        assert closed.endswith(", closed)")
-        rows = {line.split()[0]: line for line in table.splitlines()}
-        assert list(rows) == ["codec", "steps", "bytes", "bits", "error", "seconds", "memory"]
-        assert "lloyd2, feedback classic" in rows["codec"]
-        assert f"{ratio:.2f} times fewer" in rows["bytes"]
-        assert "wire 0." in rows["seconds"]
+    assert fresh == "DDPState(codec='lloyd2', feedback='none', steps=0, ratio=1.00)"
+    assert used == f"DDPState(codec='lloyd2', feedback='classic', steps=3, ratio={ratio:.2f})"
+    assert str(handle).endswith(", closed)")
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert list(rows) == ["codec", "steps", "bytes", "bits", "error", "seconds", "memory"]
+    assert "lloyd2, feedback classic" in rows["codec"]
+    assert f"{ratio:.2f} times fewer" in rows["bytes"]
+    assert "wire 0." in rows["seconds"]

@@ -5,12 +5,10 @@ import copy
 import gc
 import math
 import pickle
-import random
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,43 +20,15 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import cases
+import replicas
 import thinwire
-from cases import (
-    CPU,
-    CUDA,
-    assert_same,
-    by_turns,
-    digest,
-    each_device,
-    half_ulp,
-    needs_cuda,
-    small_chunks,
-    thorough,
-    worlds,
-)
+from cases import CPU, CUDA, assert_same, by_turns, digest, each_device, half_ulp, needs_cuda, on_ranks, thorough
 from ranks import RankPool
-from replicas import (
-    CAP,
-    READY,
-    SHAPES,
-    Device,
-    Dtypes,
-    Given,
-    Group,
-    Shapes,
-    backward,
-    draw,
-    flat,
-    grads_of,
-    learn,
-    message_of,
-    network,
-    same_everywhere,
-    wrap,
-)
+from replicas import READY, SHAPES, Device, Given, Group, Shapes, backward, draw, flat, grads_of, message_of, wrap
+from test_schedule import delays
 from thinwire import compress_ddp
 from thinwire.collectives import transport
-from thinwire.collectives.pipeline import Line
 
 # --- everything DDP does ----------------------------------------------------------------------------------------------
 
@@ -72,9 +42,9 @@ class Way(NamedTuple):
     run: Callable[[Model, Callable[[int], Result], int], Result]
     options: Mapping[str, Any] = {}
     shapes: Shapes = SHAPES
-    dtypes: Dtypes = torch.float32
+    dtypes: replicas.Dtypes = torch.float32
     added: int = 1
-    cap: float = CAP
+    cap: float = replicas.CAP
     alike: bool = True  # whether all ranks get the same
     divides: bool = False  # DDP divides a gradient that is a view already, and multiplies one that it copies
 
@@ -196,7 +166,7 @@ def use(group: Group, name: str, device: Device, kinds: Sequence[str]) -> tuple[
         if handle is not None and kind == "closed":
             handle.close()
         got = way.run(model, drawn, rank)
-        found[kind] = same_everywhere(group, *(g for g in got if g is not None)), got
+        found[kind] = replicas.same_everywhere(group, *(g for g in got if g is not None)), got
     peak = torch.tensor(max(float(torch.view_as_real(g).abs().max() if g.is_complex() else g.abs().max())
                             for step in range(6) for g in drawn(step) if g is not None and g.numel()))  # fmt: skip
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -249,7 +219,10 @@ def largest_gap(some: Result, others: Result) -> float:
     return max((float(gap.nan_to_num(math.inf)) for gap in gaps), default=0.0)
 
 
-def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tuple[Tensor, Tensor]:
+@each_device
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
+@on_ranks(2)
+def test_accumulated_gradients_travel_once(group: Group, options: Mapping[str, Any], device: Device) -> None:
     results = []
     for at_once in (False, True):
         model = wrap(Given(ready=READY), group, device=device)
@@ -264,14 +237,7 @@ def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tupl
                     model(*first).backward()
                 model(*second).backward()
         results.append(flat(grads_of(model)))
-    return results[0], results[1]
-
-
-@each_device
-@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
-def test_accumulated_gradients_travel_once(ranks: RankPool, options: Mapping[str, Any], device: Device) -> None:
-    for apart, together in ranks(2).run(accumulate, options, device):
-        assert_same(apart, together)
+    assert_same(*results)
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -304,7 +270,8 @@ def test_a_subgroup_averages_among_itself(ranks: RankPool, name: str) -> None:
         assert_same(one, other)
 
 
-def side_by_side(group: Group) -> list[bool]:
+@on_ranks(3, rare=[2])
+def test_models_side_by_side_do_not_disturb_each_other(group: Group) -> None:
     """Models on a group of their own and two in one group, step by step in turn, against each alone."""
     other = dist.new_group()
     kinds = [(group, RUNS["int8"]), (other, RUNS["lloyd2 classic"]), (group, RUNS["lloyd1 ef21"])]
@@ -316,20 +283,15 @@ def side_by_side(group: Group) -> list[bool]:
 
     models = [make(*kind) for kind in kinds]
     turns = [flat(backward(model, draw(group.rank(), step))) for step in range(3) for model in models]
-    alone = []
     for i, kind in enumerate(kinds):
         model = make(*kind)
-        alone.append([torch.equal(turns[3 * s + i], flat(backward(model, draw(group.rank(), s)))) for s in range(3)])
+        for step in range(3):
+            assert_same(turns[3 * step + i], flat(backward(model, draw(group.rank(), step))), f"{kind}, step {step}")
     dist.barrier(other)
-    return [same for found in alone for same in found]
 
 
-@worlds(3, rare=[2])
-def test_models_side_by_side_do_not_disturb_each_other(ranks: RankPool, world: int) -> None:
-    assert all(all(found) for found in ranks(world).run(side_by_side))
-
-
-def in_threads(group: Group) -> list[bool]:
+@on_ranks(2)
+def test_threads_train_models_at_the_same_time(group: Group) -> None:
     """Two models on two groups, each trained by a thread of its own."""
     groups, found = [dist.new_group(), dist.new_group()], {}
 
@@ -344,36 +306,27 @@ def in_threads(group: Group) -> list[bool]:
     for thread in threads:
         thread.join()
     DistributedDataParallel._active_ddp_module = None  # torch may keep one of them here, and ask it when it compiles
-    return [torch.equal(found[0], found[1])]
-
-
-def test_threads_train_models_at_the_same_time(ranks: RankPool) -> None:
-    assert all(all(found) for found in ranks(2).run(in_threads))
+    assert torch.equal(found[0], found[1])
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def by_hand(group: Group, options: Mapping[str, Any]) -> list[Tensor]:
+@pytest.mark.parametrize("name", ["int8", "lloyd1 ef21", *thorough("none", "lloyd2 classic")])
+@on_ranks(3)
+def test_a_state_by_hand_does_the_same(group: Group, name: str) -> None:
     """compress_ddp, a state with names, one without, and one of the world by default."""
     results = []
     for how in ("compress_ddp", "named", "unnamed", "the world"):
         model = wrap(Given(ready=READY), group)
         if how == "compress_ddp":
-            compress_ddp(model, **options)
+            compress_ddp(model, **RUNS[name])
         else:
             named = {"model": model.module} if how == "named" else {}
             where = [] if how == "the world" else [group]
-            model.register_comm_hook(thinwire.DDPState(*where, **options, **named), thinwire.ddp_hook)
+            model.register_comm_hook(thinwire.DDPState(*where, **RUNS[name], **named), thinwire.ddp_hook)
         results.append(flat([g for step in range(4) for g in backward(model, draw(group.rank(), step))]))
-    return results
-
-
-@pytest.mark.parametrize("name", ["int8", "lloyd1 ef21", *thorough("none", "lloyd2 classic")])
-def test_a_state_by_hand_does_the_same(ranks: RankPool, name: str) -> None:
-    for found in ranks(3).run(by_hand, RUNS[name]):
-        for other in found[1:]:
-            assert_same(other, found[0])
+        assert_same(results[-1], results[0], how)
 
 
 # --- overlap ----------------------------------------------------------------------------------------------------------
@@ -415,7 +368,9 @@ class Late(nn.Module):
         return y.square().mean()
 
 
-def overlap(group: Group, options: Mapping[str, Any]) -> bool:
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"]], ids=str)
+@on_ranks(2, gives=True)
+def test_buckets_travel_while_backward_runs(group: Group, options: Mapping[str, Any]) -> bool:
     model = wrap(Late(), group)
     compress_ddp(model, **options)
     x, send = torch.randn(8, 40), transport.PairTransport.exchange
@@ -433,49 +388,28 @@ def overlap(group: Group, options: Mapping[str, Any]) -> bool:
         for _ in range(2):
             Hurdle.jump()
             model(x).backward()
-    return same_everywhere(group, flat(grads_of(model)))
-
-
-@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"]], ids=str)
-def test_buckets_travel_while_backward_runs(ranks: RankPool, options: Mapping[str, Any]) -> None:
-    assert all(ranks(2).run(overlap, options))
-
-
-@contextlib.contextmanager
-def delays(seed: int) -> Iterator[None]:
-    """Every third step of every line, or so, waits up to a millisecond first."""
-    advance, dice = Line.advance, random.Random(seed)
-
-    def late(line: Line) -> None:
-        if dice.random() < 1 / 3:
-            time.sleep(dice.random() * 1e-3)
-        advance(line)
-
-    with patch.object(Line, "advance", late):
-        yield
-
-
-def under_delays(group: Group, options: Mapping[str, Any]) -> list[str]:
-    """Digests of three steps of many buckets, of several chunks: at ease, and under delays of each rank's own."""
-    found = []
-    for late in (False, True):
-        model = wrap(Given(ready=READY), group, 2.0)
-        compress_ddp(model, **options)
-        with small_chunks(2000), delays(group.rank()) if late else contextlib.nullcontext():
-            found.append(digest(*(flat(backward(model, draw(group.rank(), step))) for step in range(3))))
-    return found
+    return replicas.same_everywhere(group, flat(grads_of(model)))
 
 
 @by_turns("name, world", ["int8", "lloyd2 classic", "lloyd1 ef21"], [4, 2])
-def test_delays_change_no_result(ranks: RankPool, world: int, name: str) -> None:
-    answers = ranks(world).run(under_delays, RUNS[name])
-    assert {told for answer in answers for told in answer} == {answers[0][0]}
+@on_ranks()
+def test_delays_change_no_result(group: Group, name: str) -> str:
+    """Three steps of many buckets, of several chunks: at ease, and under delays of each rank's own."""
+    found = []
+    for late in (False, True):
+        model = wrap(Given(ready=READY), group, 2.0)
+        compress_ddp(model, **RUNS[name])
+        with cases.small_chunks(2000), delays(group.rank()) if late else contextlib.nullcontext():
+            found.append(digest(*(flat(backward(model, draw(group.rank(), step))) for step in range(3))))
+    assert found[0] == found[1]
+    return found[0]
 
 
 # --- beginning and end ------------------------------------------------------------------------------------------------
 
 
-def close_and_reopen(group: Group) -> dict[str, bool]:
+@on_ranks(2, rare=[3])
+def test_a_closed_model_is_plain_and_may_be_opened_again(group: Group) -> None:
     model, bare = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic")
     found = {}
@@ -498,16 +432,12 @@ def close_and_reopen(group: Group) -> dict[str, bool]:
     found["counts anew"] = again.stats().steps == 1
     handle.close()  # the old one has nothing to say any more
     found["still open"] = not torch.equal(flat(backward(model, gradients)), flat(backward(bare, gradients)))
-    return found
+    assert all(found.values()), found
 
 
-@worlds(2, rare=[3])
-def test_a_closed_model_is_plain_and_may_be_opened_again(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(close_and_reopen):
-        assert all(found.values()), found
-
-
-def copied(group: Group, how: str) -> dict[str, bool]:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2)
+def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(group: Group, how: str) -> None:
     """A copy of a compressed model, as an average of its weights is one: plain, until it is compressed itself."""
     mesh = init_device_mesh("cpu", (group.size(), 1))
     model, fresh, bare = (wrap(Given(), group) for _ in range(3))
@@ -523,16 +453,11 @@ def copied(group: Group, how: str) -> dict[str, bool]:
         compress_ddp(other, "int8", exempt="none")
     found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
     found["once"] = "already compressed" in message_of(lambda: compress_ddp(again, "int8"))
-    return found
+    assert all(found.values()), found
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(ranks: RankPool, how: str) -> None:
-    for found in ranks(2).run(copied, how):
-        assert all(found.values()), found
-
-
-def let_go(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_a_compressed_model_is_let_go(group: Group) -> bool:
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", feedback="classic")
     backward(model, draw(group.rank()))
@@ -540,10 +465,6 @@ def let_go(group: Group) -> bool:
     del model, handle
     gc.collect()
     return seen() is None
-
-
-def test_a_compressed_model_is_let_go(ranks: RankPool) -> None:
-    assert all(ranks(2).run(let_go))
 
 
 # One of every option; tests/test_policy.py has what else each of them refuses.
@@ -564,9 +485,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refuse(group: Group) -> dict[str, str]:
-    model = wrap(Given(), group)
-    found = {}
+@on_ranks(2)
+def test_misuse_is_refused_by_name(group: Group) -> None:
+    told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
+    told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "in backward": "step in backward"}
+    told["traced"] = "optimize_ddp='python_reducer'"
+    told |= dict.fromkeys(("hooked", "hooked still"), "hook ddp_hook")
+    model, found = wrap(Given(), group), {}
     for name, (options, _) in REFUSED.items():
         found[name] = message_of(lambda options=options: compress_ddp(model, **options).close())
     found["no DDP"] = message_of(lambda: compress_ddp(model.module))  # type: ignore[arg-type]
@@ -592,31 +517,19 @@ def refuse(group: Group) -> dict[str, str]:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         traced = wrap(Given(), group)
     found["traced"] = message_of(lambda: compress_ddp(traced, "int8"))
-    return found
+    assert not {name: found[name] for name, w in told.items() if w not in found[name] or "!" in found[name][:20]}
 
 
-def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
-    told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
-    told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "in backward": "step in backward"}
-    told["traced"] = "optimize_ddp='python_reducer'"
-    told |= dict.fromkeys(("hooked", "hooked still"), "hook ddp_hook")
-    for found in ranks(2).run(refuse):
-        assert not {name: found[name] for name, w in told.items() if w not in found[name] or "!" in found[name][:20]}
-
-
-def late_adamax(group: Group) -> str:
+@on_ranks(2)
+def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(group: Group) -> None:
     """In front of Adam's kin topk asks for EF21, the user for residuals in bf16: known when it steps."""
-    model = wrap(network(), group)
+    model = wrap(replicas.network(), group)
     optimizer = torch.optim.Adamax(model.parameters())
-    return message_of(
+    told = message_of(
         lambda: (
             compress_ddp(model, "topk", residual_dtype=torch.bfloat16),
-            learn(model, optimizer, group.rank(), range(2)),
+            replicas.learn(model, optimizer, group.rank(), range(2)),
         )
     )
-
-
-def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(ranks: RankPool) -> None:
-    for told in ranks(2).run(late_adamax):
-        assert "residual_dtype" in told
-        assert "float32" in told
+    assert "residual_dtype" in told
+    assert "float32" in told

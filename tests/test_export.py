@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver
 
-from cases import assert_same, seeded, thorough
+from cases import assert_same, seeded
 from thinwire import qat
 from thinwire.qat.layers import quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
@@ -25,20 +25,21 @@ BATCH = {0: torch.export.Dim.DYNAMIC}
 
 
 class Net(nn.Module):
-    """A convolution, an embedding and two linear layers, the last tied to the embedding."""
+    """A convolution, an embedding and linear layers: one tied to the embedding, two that read one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1, stride=2)
         self.table = nn.Embedding(6, 8)
         self.up = nn.Linear(24, 8)
-        self.head = nn.Linear(8, 6)
+        self.head, self.side = nn.Linear(8, 6), nn.Linear(8, 6)
         self.head.weight = self.table.weight
         self.drop = nn.Dropout(0.5)
 
     def forward(self, image: Tensor, token: Tensor) -> Tensor:
         seen = torch.relu(self.conv(image)).flatten(1)
-        return self.head(self.drop(self.up(torch.cat([seen, self.table(token)], 1))))
+        both = self.drop(self.up(torch.cat([seen, self.table(token)], 1))).relu()
+        return self.head(both) + self.side(both)
 
 
 def inputs(batch: int = 3) -> tuple[Tensor, Tensor]:
@@ -80,16 +81,16 @@ def operators(graph: ModelProto) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "opset", "weight", "act"),
+    ("how", "opset", "weight", "acts"),
     [
-        ({"weight_bits": 4, "act_bits": 8}, 21, "INT4", "INT8"),
-        ({"weight_bits": 3, "act_bits": 3, "quantizer": LSQPlus, "group": 4, "skip": "conv"}, 21, "INT4", "UINT4"),
-        *thorough(({"weight_bits": 2, "act_bits": 4}, 19, "INT8", "INT8")),
+        ({"weight_bits": 4, "act_bits": 8}, 21, "INT4", {"INT8", "UINT8"}),
+        ({"weight_bits": 3, "act_bits": 3, "quantizer": LSQPlus, "group": 4, "skip": "conv"}, 21, "INT4", {"UINT4"}),
+        ({"weight_bits": 2, "act_bits": 2}, 19, "INT8", {"INT8", "UINT8"}),  # before opset 21 there is nothing narrower
     ],
-    ids=["w4a8", "w3a3-offsets-groups", "w2a4-before-int4"],
+    ids=["w4a8", "w3a3-offsets-groups", "w2a2-before-int4"],
 )
 def test_the_file_computes_what_the_model_does(
-    tmp_path: Path, how: dict[str, Any], opset: int, weight: str, act: str
+    tmp_path: Path, how: dict[str, Any], opset: int, weight: str, acts: set[str]
 ) -> None:
     model = trained(**how, first_last_bits=None)
     qat.export(model, inputs(), tmp_path / "net.onnx", opset=opset, dynamic_shapes=(BATCH, BATCH))
@@ -100,7 +101,8 @@ def test_the_file_computes_what_the_model_does(
     found = types(graph)
     assert found["up.integer_weight.integers"] == weight
     zero_points = [node.input[2] for node in graph.graph.node if node.op_type == "QuantizeLinear"]
-    assert [found[name] for name in zero_points] == [act] * (2 if "skip" in how else 3)
+    assert len(zero_points) == (3 if "skip" in how else 4)
+    assert {found[name] for name in zero_points} == acts
     assert ("table.integer_weight.integers" in found) != ("head.integer_weight.integers" in found)  # tied: stored once
     narrow = how["act_bits"] < (4 if opset >= 21 else 8)
     assert ("Min" in operators(graph)) == narrow
@@ -120,9 +122,6 @@ def test_converted_models_in_half_precision_with_names(tmp_path: Path) -> None:
     assert graph.graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT16
     torch.testing.assert_close(run(graph, x.half()), converted(x.half()).detach(), rtol=2**-10, atol=0)
     assert isinstance(converted.act_quantizer, LSQ)
-
-
-# --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
 def learnable() -> nn.Module:
@@ -158,24 +157,3 @@ def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(qat.export.__globals__, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs onnx and onnxscript.*thinwire\[export\]"):
         qat.export(trained(), inputs(), tmp_path / "net.onnx")
-
-
-@pytest.mark.parametrize("act_bits", [2, *thorough(4)])
-def test_a_tensor_may_have_several_readers(tmp_path: Path, act_bits: int) -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.left, self.right = (nn.Linear(6, 6) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h: Tensor = self.stem(x).relu()
-            product: Tensor = self.left(h) * self.right(h)
-            return product
-
-    torch.manual_seed(0)
-    model, x = qat.prepare(Fork(), act_bits=act_bits, first_last_bits=None), torch.randn(5, 6)
-    qat.calibrate(model, [x])
-    qat.export(model, (x,), tmp_path / "fork.onnx", opset=19)
-    graph = onnx.load(tmp_path / "fork.onnx")
-    assert_same(run(graph, x), model(x).detach())
-    assert set(types(graph).values()) == {"FLOAT", "INT8", "UINT8"}  # before opset 21 there is nothing narrower

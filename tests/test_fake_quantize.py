@@ -357,8 +357,7 @@ def test_factor_of_the_parameters_gradients(gradient: str) -> None:
 
 def run(x: Tensor, grad: Tensor, channels: int, dtype: torch.dtype = torch.float32, **how: Any) -> list[Tensor]:
     """y and the gradients of x, scale and zero point."""
-    x = x.detach().requires_grad_()
-    g = cases.seeded(channels)
+    x, g = x.detach().requires_grad_(), cases.seeded(channels)
     scale = (torch.rand(channels, generator=g) * 0.3 + 0.1).to(dtype).requires_grad_()
     zero = torch.randint(-3, 4, (channels,), generator=g).to(dtype).requires_grad_()
     y = fake_quantize(x, scale, zero_point=zero, quant_min=-8, quant_max=7, **how)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns, in_time
+from cases import by_turns, in_time, on_ranks
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
@@ -103,8 +103,7 @@ def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[st
         os.kill(os.getpid(), how)
     start = time.monotonic()
     error = failure(functools.partial(call, 6000 if first else 5000))
-    seconds = time.monotonic() - start
-    name = member.group_name
+    seconds, name = time.monotonic() - start, member.group_name
     dead = weakref.ref(member)
     del call, member
     dist.destroy_process_group()
@@ -185,8 +184,10 @@ def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, kind: str
 CROSSED: tuple[tuple[Any, bool], ...] = (("two_phase", True), ("two_phase", False), ("plain", False))
 
 
-def cross(group: Group) -> list[tuple[str, str]]:
-    """Ranks call on two groups in different orders: the name of the one that a rank begins with, and what it says."""
+@in_time
+@on_ranks(2)
+def test_calls_on_two_groups_that_cross_name_who_was_waited_for(group: Group) -> None:
+    """Ranks call on two groups in different orders."""
     begun: list[tuple[Group, Any]] = []
     for algorithm, first in CROSSED:
         members = [dist.new_group(timeout=timedelta(seconds=LATE_S)) for _ in range(2)]
@@ -201,14 +202,9 @@ def cross(group: Group) -> list[tuple[str, str]]:
         return member.group_name, f"{type(error).__name__}: {error}"
 
     with ThreadPoolExecutor(len(begun)) as threads:
-        return list(threads.map(told, *zip(*begun, strict=True)))
-
-
-@in_time
-def test_calls_on_two_groups_that_cross_name_who_was_waited_for(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks(2).run(cross)):
-        for name, text in found:
-            assert text.startswith(f"PeerError: rank {rank} waited for rank {1 - rank} in all_reduce("), text
+        for name, text in threads.map(told, *zip(*begun, strict=True)):
+            known = f"PeerError: rank {group.rank()} waited for rank {1 - group.rank()} in all_reduce("
+            assert text.startswith(known), text
             assert f"of group {name!r}) for the group's timeout of 1.5 s" in text, text
 
 
@@ -288,7 +284,9 @@ def test_a_host_that_waits_for_a_stream_names_the_call(ranks: RankPool, verb: st
     assert found[2][1:] == ("None", "None")
 
 
-def start_late(group: Group, first: bool) -> str:
+@pytest.mark.parametrize("first", [False, True])
+@on_ranks(2)
+def test_a_connection_that_was_lost_before_a_call_is_told_in_it(group: Group, first: bool) -> None:
     """What is said of a call that starts when the connections are known to be closed."""
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(500), group=member, **HOW)
@@ -297,19 +295,13 @@ def start_late(group: Group, first: bool) -> str:
         channel_of(member, CPU).transport.close()
     dist.barrier()
     time.sleep(0.1)
-    return str(failure(lambda: thinwire.all_reduce(torch.ones(600 if first else 500), group=member, **HOW)))
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_a_connection_that_was_lost_before_a_call_is_told_in_it(ranks: RankPool, first: bool) -> None:
-    for text in ranks(2).run(start_late, first):
-        assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
+    text = str(failure(lambda: thinwire.all_reduce(torch.ones(600 if first else 500), group=member, **HOW)))
+    assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
 
 
 def interrupt(group: Group) -> tuple[str, float]:
     """Ctrl-C on rank 0 while it waits for rank 1 in a first call, then what rank 1 is told in that call."""
-    member = dist.new_group()
-    start = time.monotonic()
+    member, start = dist.new_group(), time.monotonic()
     if group.rank() == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -412,10 +404,11 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 # --- a bit that flips on the way --------------------------------------------------------------------------------------
 
 
-def damage(group: Group, variable: str) -> list[str]:
-    """What a sum says when all is well, and when what rank 0 sends changes after its checksum was taken."""
-    summed = transport.sums_of
-    to_damage = [False]
+@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG"])
+@on_ranks(2)
+def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(group: Group, variable: str) -> None:
+    """A sum when all is well, and one when what rank 0 sends changes after its checksum was taken."""
+    summed, to_damage = transport.sums_of, [False]
 
     def damaged(message: Tensor) -> Tensor:
         sums = summed(message)
@@ -423,30 +416,23 @@ def damage(group: Group, variable: str) -> list[str]:
             message.view(torch.uint8).view(-1)[1000] ^= 4
         return sums
 
-    found: list[str] = []
     with patch.dict(os.environ, {variable: "1"}), patch.object(transport, "sums_of", damaged):
-        member = dist.new_group()
-        for _ in range(2):
-            x = torch.full((100_000,), 127.0)
-            error = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
-            found.append(str(error or x.unique().tolist()))
-            dist.barrier()
-            to_damage.append(group.rank() == 0)
-    return found
+        member, x = dist.new_group(), torch.full((100_000,), 127.0)
+        thinwire.all_reduce(x, group=member, **HOW)
+        assert (x == 254).all()
+        dist.barrier()
+        to_damage.append(group.rank() == 0)
+        text = str(failure(lambda: thinwire.all_reduce(x, group=member, **HOW)))
+        dist.barrier()
+    assert "a message of " in text
+    assert "bytes from rank 0 was damaged in transit: bytes 0 to " in text
+    assert re.search(r"all_reduce\(numel=100000, .* at step 1 \(operation 2 of group '\w+'\)", text), text
 
 
-@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG"])
-def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, variable: str) -> None:
-    (before, here), (other, there) = ranks(2).run(damage, variable)
-    assert before == other == "[254.0]"
-    for text in (here, there):
-        assert "a message of " in text
-        assert "bytes from rank 0 was damaged in transit: bytes 0 to " in text
-        assert re.search(r"all_reduce\(numel=100000, .* at step 1 \(operation 2 of group '\w+'\)", text), text
-
-
-def flip_key(group: Group, verb: str) -> str:
-    """What is said when a bit of the rotation's key flips in the header of what rank 0 encodes."""
+@pytest.mark.parametrize("verb", ["gather", "exchange", "broadcast", "scatter"])
+@on_ranks(2)
+def test_a_flipped_bit_of_a_rotation_key_is_noticed(group: Group, verb: str) -> None:
+    """In the header of what rank 0 encodes."""
     how: Any = {"group": dist.new_group(), "codec": "lloyd4", "algorithm": "compressed"}
     encode = thinwire.Lloyd.encode
 
@@ -462,34 +448,25 @@ def flip_key(group: Group, verb: str) -> str:
         "scatter": lambda: thinwire.reduce_scatter_tensor(x, whole, **how),
     }
     with patch.object(thinwire.Lloyd, "encode", flipped):
-        return str(failure(calls[verb]))
+        text = str(failure(calls[verb]))
+    assert group.rank() == 0 or re.search(r"was rotated with key 0x\w+, expected 0x", text), text
 
 
-@pytest.mark.parametrize("verb", ["gather", "exchange", "broadcast", "scatter"])
-def test_a_flipped_bit_of_a_rotation_key_is_noticed(ranks: RankPool, verb: str) -> None:
-    text = ranks(2).run(flip_key, verb)[1]
-    assert re.search(r"was rotated with key 0x\w+, expected 0x", text), text
-
-
-def checked(group: Group) -> str:
-    """What is said when one rank alone asks for checksums."""
+@on_ranks(2)
+def test_checksums_are_for_all_ranks(group: Group) -> None:
     with patch.dict(os.environ, {"THINWIRE_CHECKSUM": str(group.rank())}):
-        return str(failure(lambda: thinwire.all_reduce(torch.ones(5), group=dist.new_group(), **HOW)))
-
-
-def test_checksums_are_for_all_ranks(ranks: RankPool) -> None:
-    for alone in ranks(2).run(checked):
-        assert "checksums=0; rank 1 runs thinwire" in alone
-        assert "checksums=1" in alone
+        alone = str(failure(lambda: thinwire.all_reduce(torch.ones(5), group=dist.new_group(), **HOW)))
+    assert "checksums=0; rank 1 runs thinwire" in alone
+    assert "checksums=1" in alone
 
 
 # --- what a failure leaves --------------------------------------------------------------------------------------------
 
 
-def leave(group: Group) -> tuple[bool, bool, bool]:
+@on_ranks(2, gives=(True, True, True))
+def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
     """Whether tensor, group and thread end, when the caller has let go of everything but the error."""
-    member = dist.new_group()
-    x = torch.ones(500)
+    member, x = dist.new_group(), torch.ones(500)
     work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
     work.wait()
     with patch.object(thinwire.BlockInt, "encode", None):
@@ -503,10 +480,6 @@ def leave(group: Group) -> tuple[bool, bool, bool]:
     dist.destroy_process_group(member)
     del x, member, work, future
     return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), line == 0
-
-
-def test_a_failure_keeps_nothing_alive(ranks: RankPool) -> None:
-    assert ranks(2).run(leave) == [(True, True, True)] * 2
 
 
 def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list[float]]:
@@ -524,8 +497,7 @@ def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list
     dist.barrier()
     dist.destroy_process_group()
     until(lambda: not threads())
-    left = threads()
-    x = torch.full((3,), 127.0)
+    left, x = threads(), torch.full((3,), 127.0)
     thinwire.all_reduce(x, group=group, **HOW)
     del handle  # was not closed, and held until now
     return used, left, x.tolist()
@@ -545,10 +517,10 @@ def test_threads_end_with_the_groups_whoever_holds_them(ranks: RankPool, kind: s
 # --- callbacks, forks, and the end of a process -----------------------------------------------------------------------
 
 
-def call_back(group: Group) -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(group: Group) -> None:
     """A callback that waits for its own group, and one that only starts something."""
-    member = dist.new_group()
-    x = torch.ones(500)
+    member, x = dist.new_group(), torch.ones(500)
     thinwire.all_reduce(x, group=member, **HOW)
     later: list[Any] = []
 
@@ -560,16 +532,13 @@ def call_back(group: Group) -> tuple[str, list[float]]:
     work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
     work.get_future().then(waits).wait()
     later[1].wait()
-    return str(later[0]), later[1].result()[0][:2].tolist()
+    text, values = str(later[0]), later[1].result()[0][:2].tolist()
+    assert "a callback of a future waits for a collective of its own group" in text
+    assert values == [508.0, 508.0]
 
 
-def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(ranks: RankPool) -> None:
-    for text, values in ranks(2).run(call_back):
-        assert "a callback of a future waits for a collective of its own group" in text
-        assert values == [508.0, 508.0]
-
-
-def fork(group: Group) -> list[int]:
+@on_ranks(2, gives=[7, 7])
+def test_a_forked_child_is_told_that_the_group_is_not_its_own(group: Group) -> list[int]:
     """How children end that call the group of their parent: one that it has used, one that it has not."""
     thinwire.all_reduce(torch.ones(500), **HOW)
     found = []
@@ -581,32 +550,6 @@ def fork(group: Group) -> list[int]:
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     thinwire.all_reduce(torch.ones(500), **HOW)
     return found
-
-
-def test_a_forked_child_is_told_that_the_group_is_not_its_own(ranks: RankPool) -> None:
-    assert ranks(2).run(fork) == [[7, 7]] * 2
-
-
-EXIT = """
-import os, sys, time, torch, torch.distributed as dist, thinwire
-parent = os.getpid()
-rank = 0 if os.fork() else 1
-dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
-how = {"codec": "int8", "algorithm": "two_phase"}
-thinwire.all_reduce(torch.ones(500), **how)
-if rank:
-    while os.getppid() == parent:
-        time.sleep(0.05)
-    os._exit(0)
-work = thinwire.all_reduce(torch.ones(500), async_op=True, **how)
-sys.exit(7)
-"""
-
-
-@pytest.mark.program("-c", EXIT, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-def test_work_that_nobody_waited_for_leaves_the_exit_code_alone(program: Ended) -> None:
-    assert program.status == 7, program.told
-    assert not program.err, program.told
 
 
 # --- jobs that are started again --------------------------------------------------------------------------------------

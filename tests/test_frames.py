@@ -28,8 +28,7 @@ MOST_ON_STREAM = 8
 
 def frames() -> int:
     """Thinwire's functions on this thread's stack."""
-    count = 0
-    frame = sys._getframe()
+    count, frame = 0, sys._getframe()
     while frame is not None:
         count += frame.f_code.co_filename.startswith(PACKAGE)
         frame = frame.f_back

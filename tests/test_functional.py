@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import seeded, thorough, worlds
+from cases import on_ranks, seeded, thorough
 from ranks import RankPool
 from thinwire import functional as F  # noqa: N812
 from thinwire.errors import CollectiveError
@@ -115,8 +115,7 @@ def values_are_those_of_torch_and_inputs_stay(group: Group) -> list[str]:
     wrong = []
     for name, verb in verbs(group, **NOTHING).items():
         x = torch.randint(-9, 10, shape_of(name, group), generator=seeded(group.rank())).double()
-        before = x.clone()
-        y = verb(x)
+        before, y = x.clone(), verb(x)
         if not close(y, expected(name, group, everyone(group, x))) or not y.is_contiguous():
             wrong.append(f"{name} gave {y}")
         y.fill_(7)
@@ -173,16 +172,12 @@ def gradcheck_of_the_global_function(group: Group) -> list[str]:
     return failed
 
 
-def differentiate_twice(group: Group) -> Tensor:
+@on_ranks(2)
+def test_a_gradient_has_a_gradient(group: Group) -> None:
     x = torch.tensor([1.0, -2.0], requires_grad=True)
     (first,) = torch.autograd.grad(F.all_reduce(x**3, **NOTHING).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    return second
-
-
-def test_a_gradient_has_a_gradient(ranks: RankPool) -> None:
-    for second in ranks(2).run(differentiate_twice):
-        assert torch.equal(second, torch.tensor([12.0, -24.0]))  # 2 ranks * 6x
+    assert torch.equal(second, torch.tensor([12.0, -24.0]))  # 2 ranks * 6x
 
 
 # --- two codecs -------------------------------------------------------------------------------------------------------
@@ -203,8 +198,7 @@ def each_direction_has_its_own_codec(group: Group) -> list[str]:
     wrong = []
     exact, lossy = ({"codec": codec, "algorithm": "compressed"} for codec in ("none", "int4"))
     for name in NAMES:
-        x = random_input(name, group)
-        seed = group.rank() + 50
+        x, seed = random_input(name, group), group.rank() + 50
         found = {
             (forth, back): gradient(verbs(group, **lossy | {"codec": forth, "backward_codec": back})[name], x, seed)
             for forth in ("none", "int4")
@@ -222,18 +216,15 @@ def each_direction_has_its_own_codec(group: Group) -> list[str]:
     return wrong
 
 
-def same_as_the_verbs(group: Group) -> list[bool]:
-    x = torch.randn(1000, generator=seeded(group.rank()))
-    y, grad, incoming = gradient(partial(F.all_reduce, codec="lloyd4", algorithm="two_phase", step=5), x, group.rank())
-    how = {"codec": "lloyd4", "algorithm": "two_phase", "step": 5}
+@on_ranks(3, rare=[2])
+def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(group: Group) -> bytes:
+    x, how = torch.randn(1000, generator=seeded(group.rank())), {"codec": "lloyd4", "algorithm": "two_phase", "step": 5}
+    y, grad, incoming = gradient(partial(F.all_reduce, **how), x, group.rank())
     thinwire.collectives.all_reduce(x, **how)
     thinwire.collectives.all_reduce(incoming, **how)
-    return [torch.equal(y, x), torch.equal(grad, incoming), len({bytes(g.numpy()) for g in everyone(group, grad)}) == 1]
-
-
-@worlds(3, rare=[2])
-def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(same_as_the_verbs) == [[True] * 3] * world
+    assert torch.equal(y, x)
+    assert torch.equal(grad, incoming)
+    return bytes(grad.numpy())
 
 
 def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
@@ -256,7 +247,8 @@ def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
     return wrong
 
 
-def groups(group: Group) -> list[float]:
+@on_ranks(2, gives=[3.0, 3.0, 3.0, 1.0, 1.0])
+def test_groups_and_meshes(group: Group) -> list[float]:
     """Sums over the world named in every way, then over this rank alone."""
     mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("all", "self"))
     alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
@@ -265,19 +257,12 @@ def groups(group: Group) -> list[float]:
     return found + [F.all_reduce(x, group=g, **NOTHING).item() - group.rank() for g in (alone, mesh["self"])]
 
 
-def test_groups_and_meshes(ranks: RankPool) -> None:
-    assert ranks(2).run(groups) == [[3.0, 3.0, 3.0, 1.0, 1.0]] * 2
-
-
-def empty(group: Group) -> list[tuple[int, ...]]:
+@on_ranks(2, gives=[(0, 3), (0, 3), (0, 6), (0, 3), (0, 3)])
+def test_empty_tensors(group: Group) -> list[tuple[int, ...]]:
     x = torch.zeros(0, 3)
     results = [F.all_reduce(x), F.all_gather(x), F.all_gather(x, dim=1), F.reduce_scatter(x)]
     results.append(F.all_to_all_single(x, [0] * group.size(), [0] * group.size()))
     return [tuple(y.shape) for y in results]
-
-
-def test_empty_tensors(ranks: RankPool) -> None:
-    assert ranks(2).run(empty) == [[(0, 3), (0, 3), (0, 6), (0, 3), (0, 3)]] * 2
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -335,8 +320,7 @@ def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         how = {"codec": SPELLED(thinwire.Lloyd(4)), "backward_codec": "int8", "algorithm": "compressed", "step": 0}
-        verb = verbs(group, **how)[name]
-        x = random_input(name, group)
+        verb, x = verbs(group, **how)[name], random_input(name, group)
         eager = gradient(lambda x, verb=verb: verb(x * 2) + 1, x, 3)
         traced = gradient(compiled(verb, backend), x, 3)
         if not all(map(torch.equal, eager, traced)):
@@ -348,22 +332,18 @@ def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
     assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"]) == [[]] * 2
 
 
-def compare_inductor(group: Group) -> list[str]:
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@on_ranks(1, gives=[])
+def test_inductor_is_eager_byte_for_byte(group: Group) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports
         return compare_compiled(group, "inductor", ["all_reduce"])
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(1).run(compare_inductor) == [[]]
-
-
 def compiled_with_meshes_ops_and_codec_objects(group: Group) -> list[str]:
     mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("all",))
     mixed = thinwire.BySize(thinwire.Cast("bf16"), thinwire.BlockInt(4), min_numel=2)
-    wrong = []
-    block = thinwire.BlockInt(4, 64)
+    wrong, block = [], thinwire.BlockInt(4, 64)
     for how in ({"group": mesh}, {"codec": SPELLED(mixed)}, {"op": AVG}, {"codec": SPELLED(block)}):
         x = torch.randn(9, generator=seeded(group.rank()))
         verb = partial(F.all_reduce, **how)
@@ -392,7 +372,8 @@ def test_that(ranks: RankPool, check: Callable[[Group], list[str]], world: int) 
     assert ranks(world).run(check) == [[]] * world
 
 
-def compile_changing(group: Group) -> tuple[list[bool], int]:
+@on_ranks(2)
+def test_compiled_follows_a_changing_step_and_codec(group: Group) -> None:
     """A codec object that changes is seen; a step that changes compiles no more than three times (0, 1, any)."""
     torch._dynamo.reset()
     graphs = []
@@ -401,26 +382,20 @@ def compile_changing(group: Group) -> tuple[list[bool], int]:
         graphs.append(graph)
         return graph.forward
 
-    x = torch.randn(64, generator=seeded(group.rank()))
-    how = {"algorithm": "two_phase"}
+    x, how = torch.randn(64, generator=seeded(group.rank())), {"algorithm": "two_phase"}
     by_step = torch.compile(
         lambda x, step: F.all_reduce(x, codec="lloyd1", step=step, **how), backend=backend, fullgraph=True
     )
-    same = [torch.equal(by_step(x, s), F.all_reduce(x, codec="lloyd1", step=s, **how)) for s in range(6)]
+    for step in range(6):
+        assert torch.equal(by_step(x, step), F.all_reduce(x, codec="lloyd1", step=step, **how)), step
+    assert len(graphs) <= 3
     by_codec = torch.compile(lambda x, codec: F.all_reduce(x, codec=codec, **how), backend=backend, fullgraph=True)
-    count = len(graphs)
     for codec in (*map(SPELLED, (thinwire.BlockInt(4), thinwire.BlockInt(3), thinwire.BlockInt(4, 64))), "int2"):
-        same.append(torch.equal(by_codec(x, codec), F.all_reduce(x, codec=codec, **how)))
-    return same, count
+        assert torch.equal(by_codec(x, codec), F.all_reduce(x, codec=codec, **how)), codec
 
 
-def test_compiled_follows_a_changing_step_and_codec(ranks: RankPool) -> None:
-    for same, graphs in ranks(2).run(compile_changing):
-        assert same == [True] * 10
-        assert graphs <= 3
-
-
-def compile_routed(group: Group) -> bool:
+@on_ranks(2, gives=True)
+def test_compiled_with_splits_from_a_tensor(group: Group) -> bool:
     """MoE dispatch: how many rows go where is in a tensor, so no graph knows it."""
     torch._dynamo.reset()
     out_rows, in_rows = splits(group)
@@ -437,60 +412,33 @@ def compile_routed(group: Group) -> bool:
     return torch.equal(y, dispatch(x, rows)) and x.grad is not None
 
 
-def test_compiled_with_splits_from_a_tensor(ranks: RankPool) -> None:
-    assert ranks(2).run(compile_routed) == [True] * 2
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "op": (lambda x: F.all_reduce(x, "max"), "op must be one of sum, avg"),
-    "ReduceOp": (lambda x: F.reduce_scatter(x, dist.ReduceOp.MAX), "op must be one of sum, avg"),
-    "codec": (lambda x: F.all_reduce(x, codec="int9"), "unknown codec 'int9'"),
-    "backward codec": (lambda x: F.all_gather(x, backward_codec="nine"), "unknown codec 'nine'"),
-    "dim": (lambda x: F.all_gather(x, dim=2), r"dim must be -2 .. 1 .*got 2"),
-    "dim of a scalar": (lambda x: F.all_gather(x.sum()), "a tensor of shape"),
-    "length": (lambda x: F.reduce_scatter(x), "dimension 0 of length 3 is not divisible by the world, 2 ranks"),
-    "rows": (lambda x: F.all_to_all_single(x), "dimension 0 of length 3 is not divisible"),
-    "rows that come": (lambda x: F.all_to_all_single(x, None, [1, 2]), "dimension 0 of length 3 is not divisible"),
-    "scalar rows": (lambda x: F.all_to_all_single(x.sum()), "got a scalar"),
-    "number of splits": (lambda x: F.all_to_all_single(x, [3]), "output_split_sizes must have one entry .* got 1"),
-    "sum of splits": (lambda x: F.all_to_all_single(x, [1, 1], [1, 1]), "add up to 2 rows, the tensor has 3"),
-    "sign of splits": (lambda x: F.all_to_all_single(x, [1, 1], [4, -1]), "must not be negative"),
-}
-
-
-def refuse(group: Group, trace: bool) -> dict[str, str]:
-    """What each call says, eagerly or while it is traced."""
-    said = {}
-    for what, (call, _) in REFUSED.items():
-        torch._dynamo.reset()
-        try:
-            (torch.compile(call, fullgraph=True, backend="eager") if trace else call)(torch.ones(3, 2))
-        except (
-            CollectiveError,
-            thinwire.CodecError,
-            RuntimeError,
-        ) as error:  # the last is the compiler's, which quotes
-            said[what] = str(error)
-    return said
+REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda x: F.all_reduce(x, "max"), "op must be one of sum, avg"),
+    (lambda x: F.reduce_scatter(x, dist.ReduceOp.MAX), "op must be one of sum, avg"),
+    (lambda x: F.all_reduce(x, codec="int9"), "unknown codec 'int9'"),
+    (lambda x: F.all_gather(x, backward_codec="nine"), "unknown codec 'nine'"),
+    (lambda x: F.all_gather(x, dim=2), r"dim must be -2 .. 1 .*got 2"),
+    (lambda x: F.all_gather(x.sum()), "a tensor of shape"),
+    (lambda x: F.reduce_scatter(x), "dimension 0 of length 3 is not divisible by the world, 2 ranks"),
+    (lambda x: F.all_to_all_single(x), "dimension 0 of length 3 is not divisible"),
+    (lambda x: F.all_to_all_single(x, None, [1, 2]), "dimension 0 of length 3 is not divisible"),
+    (lambda x: F.all_to_all_single(x.sum()), "got a scalar"),
+    (lambda x: F.all_to_all_single(x, [3]), "output_split_sizes must have one entry .* got 1"),
+    (lambda x: F.all_to_all_single(x, [1, 1], [1, 1]), "add up to 2 rows, the tensor has 3"),
+    (lambda x: F.all_to_all_single(x, [1, 1], [4, -1]), "must not be negative"),
+]
 
 
 @pytest.mark.parametrize("trace", [False, True], ids=["eager", "traced"])
-def test_misuse_is_refused_before_anything_is_sent(ranks: RankPool, trace: bool) -> None:
-    for said in ranks(2).run(refuse, trace):
-        for what, (_, message) in REFUSED.items():
-            assert what in said, f"{what} was not refused"
-            with pytest.raises(ValueError, match=message):
-                raise ValueError(said[what])
-
-
-def refuse_mesh(group: Group) -> str:
+@on_ranks(2)
+def test_misuse_is_refused_before_anything_is_sent(group: Group, trace: bool) -> None:
     mesh = init_device_mesh("cpu", (1, group.size()))
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(CollectiveError, match="one dimension"):
         F.all_reduce(torch.ones(2), group=mesh)
-    return str(caught.value)
-
-
-def test_a_mesh_of_two_dimensions_is_refused(ranks: RankPool) -> None:
-    assert "one dimension" in ranks(1).run(refuse_mesh)[0]
+    for call, message in REFUSED:
+        torch._dynamo.reset()
+        act = torch.compile(call, fullgraph=True, backend="eager") if trace else call
+        with pytest.raises((CollectiveError, thinwire.CodecError, RuntimeError), match=message):  # the compiler quotes
+            act(torch.ones(3, 2))

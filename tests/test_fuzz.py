@@ -9,17 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cases
-from cases import CPU, Place
-from ranks import RankPool
+from cases import CPU, Place, on_ranks
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
 
-CODECS = [
-    *cases.ONE_OF_EACH,
-    BlockInt(7, 1032, "affine"),
-    BlockInt(6, 8),
-    Cast("e4m3", 2048),
-    Lloyd(4, 1024, rotate=False),
-]
+CODECS = [*cases.ONE_OF_EACH, BlockInt(7, 1032, "affine"), BlockInt(6, 8), Cast("e4m3", 2048)]
+CODECS.append(Lloyd(4, 1024, rotate=False))
 ON_CUDA = [  # few: kernels take seconds to compile
     *(Identity(), BlockInt(8), BlockInt(3, 40, "affine"), BlockInt(6, 8), Cast("e4m3", 64)),
     *(Lloyd(4), Lloyd(1, 256, scale="unbiased"), Lloyd(3, 32, rotate=False)),
@@ -29,9 +23,6 @@ HEADER = 32
 # bfloat16 with either sign: zero, subnormals, the smallest, 2**-40 and 2**48 where domains end, the largest, Inf, NaN
 SIZES = (0x0000, 0x0001, 0x007F, 0x0080, 0x2B7F, 0x2B80, 0x3F80, 0x577F, 0x5780, 0x7F00, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0)
 SCALES = torch.tensor([size - sign for size in SIZES for sign in (0, 0x8000)], dtype=torch.int16)
-
-
-# --- ways to break a wire ---------------------------------------------------------------------------------------------
 
 
 def _random(n: int, rng: random.Random) -> Tensor:
@@ -96,9 +87,6 @@ def broken_wires(codec: Codec, n: int, world: int, way: Way, rng: random.Random)
         if rank == 0 or rng.random() < 0.5:
             way(codec, wires_WN[rank], n, rng)
     return wires_WN
-
-
-# --- what is done with it ---------------------------------------------------------------------------------------------
 
 
 def read_all(codec: Codec, wires_WN: Tensor, n: int, scale: float) -> dict[str, Tensor]:
@@ -170,18 +158,12 @@ def torture(rounds: int) -> None:
             assert len(spoiled) == 1, f"{codec} took a broken header"  # the key of a wire alone is any
 
 
-def tortured(group: dist.ProcessGroup) -> None:
+@on_ranks(1)
+def test_no_wire_crashes_the_process(group: dist.ProcessGroup) -> None:
+    """A rank that died would be told of."""
     for name in cases.SERVING:
         with use_backend(name):
             torture(400 if name in cases.OTHERS else 25)
-
-
-def test_no_wire_crashes_the_process(ranks: RankPool) -> None:
-    """A rank that died would be told of."""
-    ranks(1).run(tortured)
-
-
-# --- headers and lengths ----------------------------------------------------------------------------------------------
 
 
 @cases.over("codec", cases.ONE_OF_EACH)

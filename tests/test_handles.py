@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import thinwire
-from cases import assert_same, by_turns, digest, heard
+from cases import assert_same, by_turns, digest, heard, on_ranks
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
@@ -46,7 +46,8 @@ class Around(nn.Module):
         return self._forward_module(*args)
 
 
-def ways_in(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_a_ddp_model_is_found_inside_what_wraps_it(group: Group) -> list[str]:
     """Of a DDP model in every wrapper: the ones whose gradients are not those of the model itself."""
     made = {
         "itself": lambda: wrap(Given(), group),
@@ -64,45 +65,30 @@ def ways_in(group: Group) -> list[str]:
     return [name for name, gradients in found.items() if not torch.equal(gradients, found["itself"])]
 
 
-def test_a_ddp_model_is_found_inside_what_wraps_it(ranks: RankPool) -> None:
-    assert ranks(2).run(ways_in) == [[]] * 2
-
-
 def test_names_lose_wrappers_and_nothing_else() -> None:
     assert plain_name("_forward_module._orig_mod.a._checkpoint_wrapped_module.weight") == "a.weight"
     assert plain_name("_orig_mod") == ""
     assert plain_name("pre_forward_module.weight") == "pre_forward_module.weight"
 
 
-def strangers(group: Group) -> dict[str, str]:
-    sharded = nn.Linear(8, 8)
+@on_ranks(2)
+def test_what_is_not_one_ddp_model_is_named(group: Group) -> None:
+    sharded, hooked = nn.Linear(8, 8), wrap(Given())
     fully_shard(sharded, mesh=init_device_mesh("cpu", (group.size(),)))
-    found = {
-        "bare": message_of(lambda: compress_ddp(nn.Linear(2, 2))),
-        "no model": message_of(lambda: compress_ddp(3)),  # type: ignore[arg-type]
-        "fsdp2": message_of(lambda: compress_ddp(sharded)),
-        "several": message_of(lambda: compress_ddp(nn.ModuleList([wrap(Given()), wrap(Given())]))),
-        "ddp": message_of(lambda: compress_fsdp(torch.compile(wrap(Given()), backend="eager"))),
-        "bare for fsdp": message_of(lambda: compress_fsdp(nn.Linear(2, 2))),
-    }
-    hooked = wrap(Given())
     hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    found["hook"] = message_of(lambda: compress_ddp(hooked))
-    return found
-
-
-def test_what_is_not_one_ddp_model_is_named(ranks: RankPool) -> None:
-    told = {
-        "bare": "trainer.model_wrapped",
-        "no model": "int: pass the model",
-        "fsdp2": "which FSDP2 shards: call thinwire.compress_fsdp",
-        "several": "ModuleList holds 2",
-        "ddp": "call thinwire.compress_ddp",
-        "bare for fsdp": "which nothing wraps or shards",
-        "hook": "fp16_compress_hook",
-    }
-    for found in ranks(2).run(strangers):
-        assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
+    ddp, fsdp = compress_ddp, compress_fsdp
+    calls: list[tuple[Any, Any, str]] = [
+        (ddp, nn.Linear(2, 2), "trainer.model_wrapped"),
+        (ddp, 3, "int: pass the model"),
+        (ddp, sharded, "which FSDP2 shards: call thinwire.compress_fsdp"),
+        (ddp, nn.ModuleList([wrap(Given()), wrap(Given())]), "ModuleList holds 2"),
+        (ddp, hooked, "fp16_compress_hook"),
+        (fsdp, torch.compile(wrap(Given()), backend="eager"), "call thinwire.compress_ddp"),
+        (fsdp, nn.Linear(2, 2), "which nothing wraps or shards"),
+    ]
+    for call, model, words in calls:
+        told = message_of(lambda call=call, model=model: call(model))
+        assert words in told, told
 
 
 def test_fsdp1_and_replicate_are_named() -> None:
@@ -154,39 +140,28 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     DDPState(None, "int8", model=frozen, policy={"weight": "none"})  # it may be thawed
 
 
-def test_a_state_pickles_and_copies_before_there_is_a_group() -> None:
+@on_ranks(2)
+def test_a_state_that_was_pickled_early_compresses(group: Group) -> None:
+    """Before there is a group."""
     state = DDPState(None, "lloyd2", feedback="classic", measure_every=7)
-    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
-        assert isinstance(again, DDPState)
-        assert again.options == state.options
-        assert again.step == 0
+    found = []
+    for one in (state, pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert (one.options, one.step) == (state.options, 0)
+        model = wrap(Given(), group)
+        model.register_comm_hook(one, thinwire.ddp_hook)
+        found.append(flat(backward(model, draw(group.rank()))))
+        assert_same(found[-1], found[0])
 
 
-def compressed_by(group: Group, pickled: bytes | None) -> Tensor:
-    state = DDPState(None, "lloyd2", feedback="classic") if pickled is None else pickle.loads(pickled)
-    model = wrap(Given(), group)
-    model.register_comm_hook(state, thinwire.ddp_hook)
-    return flat(backward(model, draw(group.rank())))
-
-
-def test_a_state_that_was_pickled_early_compresses(ranks: RankPool) -> None:
-    pickled = pickle.dumps(DDPState(None, "lloyd2", feedback="classic"))
-    assert_same(ranks(2).run(compressed_by, pickled)[0], ranks(2).run(compressed_by, None)[0])
-
-
-def on_a_part(group: Group) -> str:
+@on_ranks(3)
+def test_a_state_of_the_world_is_refused_on_a_part_of_it(group: Group) -> None:
     pair = dist.new_group([0, 1])
-    if group.rank() > 1:
-        return ""
-    model = wrap(Given(), pair)
-    model.register_comm_hook(DDPState(None, "int8"), thinwire.ddp_hook)
-    return message_of(lambda: backward(model, draw(group.rank())))
-
-
-def test_a_state_of_the_world_is_refused_on_a_part_of_it(ranks: RankPool) -> None:
-    for found in ranks(3).run(on_a_part)[:2]:
-        assert "ranks [0, 1] of 3" in found
-        assert "DDPState(process_group" in found
+    if group.rank() < 2:
+        model = wrap(Given(), pair)
+        model.register_comm_hook(DDPState(None, "int8"), thinwire.ddp_hook)
+        told = message_of(lambda: backward(model, draw(group.rank())))
+        assert "ranks [0, 1] of 3" in told
+        assert "DDPState(process_group" in told
 
 
 # States of all ranks in one.
@@ -196,9 +171,7 @@ def trained(group: Group, options: Mapping[str, Any], saved: bytes | None) -> tu
     """Parameters after all steps, from the beginning or from a state, and the gathered state half-way."""
     model = wrap(network(), group)
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    handle = compress_ddp(model, **options)
-    begin = 0
-    file = io.BytesIO()
+    handle, begin, file = compress_ddp(model, **options), 0, io.BytesIO()
     if saved is not None:
         loaded = torch.load(io.BytesIO(saved), weights_only=True)
         model.load_state_dict(loaded["model"])
@@ -262,8 +235,7 @@ SHARDED: list[Mapping[str, Any]] = [
 
 def resumed_from_one(group: Group, folder: str, replicated: bool, turn: int) -> list[str]:
     """Options with which a run that was resumed from a gathered state differs from one that was not interrupted."""
-    mesh = mesh_of(group, replicated)
-    wrong = []
+    mesh, wrong = mesh_of(group, replicated), []
     for at, options in enumerate(SHARDED[turn::2]):
         first = Run(mesh, options)
         first.train(0, SAVED_AT)
@@ -308,8 +280,7 @@ class Tracker:
 
 
 def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], int]:
-    model = wrap(network(), group)
-    tracker = Tracker()
+    model, tracker = wrap(network(), group), Tracker()
     called: list[dict[str, Any]] = []
     own = f"{path}.{group.rank()}"
     handle = compress_ddp(model, "int8").log_to(own, every=2)
@@ -323,14 +294,13 @@ def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], in
 def test_a_handle_logs_what_it_did(ranks: RankPool, tmp_path: Path) -> None:
     (lines, rows, sent), other = ranks(2).run(logged, str(tmp_path / "log"))
     assert other[:2] == ([], [])  # the first rank writes
-    assert [line["steps"] for line in lines] == [2, 4, 6]
-    assert lines[-1]["bytes_sent"] * 7 == sent * 6
-    assert lines[-1]["codec"] == "int8"
-    assert [row["thinwire/steps"] for row in rows] == [4]
+    assert ([line["steps"] for line in lines], lines[-1]["bytes_sent"] * 7) == ([2, 4, 6], sent * 6)
+    assert (lines[-1]["codec"], [row["thinwire/steps"] for row in rows]) == ("int8", [4])
 
 
-def logged_anew(group: Group) -> list[int]:
-    """The steps of the logs of a run that goes back from its seventh step to its fifth."""
+@on_ranks(1, 2)
+def test_steps_that_are_taken_again_are_logged_again(group: Group) -> None:
+    """A run goes back from its seventh step to its fifth; the first rank logs."""
     model = wrap(network(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     rows: list[dict[str, Any]] = []
@@ -340,12 +310,7 @@ def logged_anew(group: Group) -> list[int]:
     learn(model, optimizer, group.rank(), range(5, 7))
     handle.load_state_dict(state)
     learn(model, optimizer, group.rank(), range(5, 9))
-    return [row["steps"] for row in rows]
-
-
-def test_steps_that_are_taken_again_are_logged_again(ranks: RankPool) -> None:
-    assert ranks(2).run(logged_anew) == [[2, 4, 6, 6, 8], []]
-    assert ranks(1).run(logged_anew) == [[2, 4, 6, 6, 8]]
+    assert [row["steps"] for row in rows] == ([] if group.rank() else [2, 4, 6, 6, 8])
 
 
 def to_tensorboard(group: Group, path: str) -> None:
@@ -379,12 +344,13 @@ def test_a_handle_does_not_log_to_anything() -> None:
             DDPState(None).log_to(target, every=every)
 
 
-def told_of(group: Group, optimizer: str) -> tuple[list[float], list[str]]:
-    """The relative error after every step of 2 bits, and what was said; "" updates parameters by hand."""
+@pytest.mark.parametrize("optimizer", ["adam", ""], ids=["seen", "by hand"])
+@on_ranks(2)
+def test_bits_that_wait_for_an_optimizer_are_told_once(group: Group, optimizer: str) -> None:
+    """The relative error after every step of 2 bits, and what the first rank says; "" updates parameters by hand."""
     model = wrap(network(), group)
     stepped = OPTIMIZERS[optimizer](model.parameters()) if optimizer else None
-    handle = compress_ddp(model, "lloyd2")
-    found = []
+    handle, errors = compress_ddp(model, "lloyd2"), []
     with heard() as lines:
         for step in range(3 if optimizer else 33):
             if stepped is not None:
@@ -395,41 +361,27 @@ def told_of(group: Group, optimizer: str) -> tuple[list[float], list[str]]:
                 for parameter in model.parameters():
                     parameter.data -= 0.01 * parameter.grad  # type: ignore[operator]
                     parameter.grad = None
-            found.append(handle.stats().relative_error or 0.0)
-    return found, lines
+            errors.append(handle.stats().relative_error or 0.0)
+    assert errors[0 if optimizer else 29] < 0.02  # int8, while no optimizer was seen
+    assert errors[-1] > 0.2  # lloyd2 loses 0.34 of a Gaussian
+    if optimizer or group.rank():
+        assert lines == []  # it was seen after the first step
+    else:
+        assert len(lines) == 2
+        assert "int8 travels instead of 1 to 3 bits" in lines[0]
+        assert "no optimizer was seen in 30 steps" in lines[1]
 
 
-def test_errors_are_those_of_the_codec_that_was_asked_for(ranks: RankPool) -> None:
-    errors, lines = ranks(2).run(told_of, "adam")[0]
-    assert errors[0] < 0.02  # int8, while no optimizer was seen
-    assert errors[2] > 0.2  # lloyd2 loses 0.34 of a Gaussian
-    assert lines == []  # it was seen after the first step
-
-
-def test_bits_that_wait_for_an_optimizer_are_told_once(ranks: RankPool) -> None:
-    first, other = ranks(2).run(told_of, "")
-    errors, lines = first
-    assert len(lines) == 2
-    assert "int8 travels instead of 1 to 3 bits" in lines[0]
-    assert "no optimizer was seen in 30 steps" in lines[1]
-    assert errors[29] < 0.02
-    assert errors[32] > 0.2
-    assert other[1] == []
-
-
-def profiled(group: Group) -> set[str]:
-    """The ranges of a step's profile."""
+@on_ranks(2)
+def test_a_profile_has_ranges(group: Group) -> None:
     model = wrap(network(), group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     compress_ddp(model, "int8", algorithm="two_phase")
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=threads) as found:
         learn(model, optimizer, group.rank(), range(1))
-    return {event.key for event in found.key_averages() if event.key.startswith("thinwire")}
-
-
-def test_a_profile_has_ranges(ranks: RankPool) -> None:
-    assert {"thinwire::encode", "thinwire::wire", "thinwire::decode"} <= ranks(2).run(profiled)[0]
+    seen = {event.key for event in found.key_averages()}
+    assert seen >= {"thinwire::encode", "thinwire::wire", "thinwire::decode"}
 
 
 # States that are damaged.
@@ -503,7 +455,9 @@ def fields_of(value: Any) -> Iterator[tuple[list[Any], Any]]:
             yield from (([key, *path], inner) for path, inner in fields_of(held))
 
 
-def damaged(group: Group, kind: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", STATES)
+@on_ranks(2)
+def test_a_damaged_state_is_refused_and_changes_nothing(group: Group, kind: str) -> None:
     """How many damaged states there are; those that are loaded, change something, or are rejected in other words."""
     handle, model = run_of(group, kind)
     state = copy.deepcopy(handle.state_dict())
@@ -524,11 +478,6 @@ def damaged(group: Group, kind: str) -> tuple[int, list[str]]:
         if bits([handle.state_dict(), model.state_dict()]) != before:
             found.append(f"{name}: changed")
     handle.load_state_dict(state)
-    return count, found if bits([handle.state_dict(), model.state_dict()]) == before else [*found, "the state itself"]
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool, kind: str) -> None:
-    for count, found in ranks(2).run(damaged, kind):
-        assert not found, "\n".join(found)
-        assert count > 200
+    assert bits([handle.state_dict(), model.state_dict()]) == before, "the state itself"
+    assert not found, "\n".join(found)
+    assert count > 200

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import in_time
+from cases import in_time, on_ranks
 from ranks import RankPool
 from thinwire.collectives import failures, transport
 from thinwire.collectives.channel import channel_of
@@ -35,15 +35,12 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-# --- first calls ------------------------------------------------------------------------------------------------------
-
 BASE: dict[str, Any] = {"codec": "int8", "algorithm": "two_phase"}
 
 
 def sides(group: Group, member: Group) -> dict[tuple[str, str], Callable[[], Any]]:
     """The calls that a rank makes, rank 0 others than the rest, by what the error says of both."""
-    odd = group.rank() == 0
-    world = group.size()
+    odd, world = group.rank() == 0, group.size()
     length = 3 if odd else 5
     x = torch.ones(96)
     lists = [torch.ones(length) for _ in range(world)]
@@ -88,8 +85,7 @@ def disagree(group: Group) -> dict[tuple[str, str], tuple[str, float, str]]:
         dist.barrier(member)
         start = time.monotonic()
         text = said(sides(group, member)[both])
-        seconds = time.monotonic() - start
-        x = torch.ones(96)
+        seconds, x = time.monotonic() - start, torch.ones(96)
         again = said(lambda x=x, member=member: thinwire.all_reduce(x, group=member, **BASE))
         found[both] = text, seconds, again or ("" if bool((x > 1).all()) else "no sum")
     return found
@@ -108,71 +104,57 @@ def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPoo
         assert len({answer[both][0] for answer in answers}) == 1, both
 
 
-def which_ranks(group: Group) -> str:
-    return said(lambda: thinwire.all_reduce(torch.ones(70 + (group.rank() == 1)), **BASE))
+@on_ranks(4)
+def test_the_error_says_which_ranks_called_what(group: Group) -> None:
+    text = said(lambda: thinwire.all_reduce(torch.ones(70 + (group.rank() == 1)), **BASE))
+    assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
+    assert "rank 1 called all_reduce(numel=71" in text
 
 
-def test_the_error_says_which_ranks_called_what(ranks: RankPool) -> None:
-    for text in ranks(4).run(which_ranks):
-        assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
-        assert "rank 1 called all_reduce(numel=71" in text
-
-
-def in_a_part(group: Group) -> tuple[str, str]:
-    """What the last two ranks are told of calls of different lengths, and of connections that the last one closes."""
+@on_ranks(3)
+def test_errors_name_ranks_of_a_part_by_both_numbers(group: Group) -> None:
+    """Of calls of different lengths, and of connections that the last rank closes."""
+    own, other = "rank 0 of the group (global rank 1)", "rank 1 of the group (global rank 2)"
     member: Any = dist.new_group([1, 2])
     if group.rank() == 0:
-        return "", ""
+        return
     first = said(lambda: thinwire.all_reduce(torch.ones(70 + group.rank()), group=member, **BASE))
+    assert f"{own} called all_reduce(numel=71" in first
+    assert f"{other} called all_reduce(numel=72" in first
     if group.rank() == 2:
         channel_of(member, torch.device("cpu")).transport.close()
-    return first, said(lambda: thinwire.all_reduce(torch.ones(70), group=member, **BASE))
+    then = said(lambda: thinwire.all_reduce(torch.ones(70), group=member, **BASE))
+    assert f"{own} lost {other} in all_reduce" in then or f"{other} lost {own} in all_reduce" in then, then
 
 
-def test_errors_name_ranks_of_a_part_by_both_numbers(ranks: RankPool) -> None:
-    own, other = "rank 0 of the group (global rank 1)", "rank 1 of the group (global rank 2)"
-    for first, then in ranks(3).run(in_a_part)[1:]:
-        assert f"{own} called all_reduce(numel=71" in first
-        assert f"{other} called all_reduce(numel=72" in first
-        assert f"{own} lost {other} in all_reduce" in then or f"{other} lost {own} in all_reduce" in then, then
-
-
-def come_late(group: Group) -> list[str]:
-    """What a rank logs while it gathers a state, to which rank 1 comes late."""
+@on_ranks(2)
+def test_a_rank_that_waits_for_long_in_a_first_call_says_so(group: Group) -> None:
+    """Rank 1 comes late where ranks gather a state."""
     model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
     handle = thinwire.compress_ddp(model, "int8")
     logged: list[str] = []
     with patch.object(failures, "QUIET_S", 0.2), patch.object(failures, "announce", logged.append):
         time.sleep(group.rank())
         handle.state_dict(gather=True)
-    return logged
+    waited = r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to call"
+    assert group.rank() or re.match(waited, logged[0])
 
 
-def test_a_rank_that_waits_for_long_in_a_first_call_says_so(ranks: RankPool) -> None:
-    logged = ranks(2).run(come_late)[0]
-    assert re.match(
-        r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to call", logged[0]
-    )
+@on_ranks(4)
+def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(group: Group) -> None:
+    """All ranks of one node differ from the other's, then one rank from all.
 
-
-def on_a_mesh(group: Group) -> list[str]:
-    """All ranks of one node differ from the other's, then one rank from all."""
+    A rank compares with those in its row and its column; rank 0 shares neither with rank 3.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
-    found = []
-    for odd in (group.rank() < 2, group.rank() == 3):
+    for odd, told in ((group.rank() < 2, True), (group.rank() == 3, group.rank() > 0)):
         x = torch.ones(64 if odd else 65)
-        found.append(said(lambda x=x: thinwire.all_reduce(x, group=mesh, codec="int8", algorithm="hierarchical")))
-    return found
+        text = said(lambda x=x: thinwire.all_reduce(x, group=mesh, codec="int8", algorithm="hierarchical"))
+        assert text.startswith("DisagreementError") or not told
 
 
-def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPool) -> None:
-    """A rank compares with those in its row and its column; rank 0 shares neither with rank 3."""
-    answers = ranks(4).run(on_a_mesh)
-    assert all(first.startswith("DisagreementError") for first, _ in answers)
-    assert all(second.startswith("DisagreementError") for _, second in answers[1:])
-
-
-def same_text_other_spelling(group: Group) -> bool:
+@on_ranks(2)
+def test_ranks_may_spell_one_call_differently(group: Group) -> None:
     """One rank names the codec, the other makes it; one has a row, the other a matrix."""
     member = dist.new_group()
     for turn in range(3):
@@ -182,94 +164,63 @@ def same_text_other_spelling(group: Group) -> bool:
         work = thinwire.all_reduce(x, group=member, async_op=True, codec=codec, algorithm="two_phase")
         assert work is not None
         work.wait()
-    return True
 
 
-def test_ranks_may_spell_one_call_differently(ranks: RankPool) -> None:
-    assert all(ranks(2).run(same_text_other_spelling))
-
-
-# --- the debug mode ---------------------------------------------------------------------------------------------------
-
-
-def debugged(group: Group) -> list[str]:
+@on_ranks(2)
+def test_the_debug_mode_compares_every_call(group: Group) -> None:
     """Both calls are known by the time they are mixed up."""
-    os.environ["THINWIRE_DEBUG"] = "1"
-    try:
-        member = dist.new_group()
-        how: Any = {"group": member, "codec": "int8", "algorithm": "two_phase"}
-        verb: Any = how | {"algorithm": "compressed"}
-        sizes = (100, 200)
+    with patch.dict(os.environ, {"THINWIRE_DEBUG": "1"}):
+        how: Any = {"group": dist.new_group(), "codec": "int8", "algorithm": "two_phase"}
+        plain, verb = (how | {"algorithm": algorithm} for algorithm in ("plain", "compressed"))
+        sizes, rows = (100, 200), 4 + group.rank()
         for numel in sizes:
             thinwire.all_reduce(torch.ones(numel), **how)
-            thinwire.all_reduce(torch.ones(numel), **how | {"algorithm": "plain"})
+            thinwire.all_reduce(torch.ones(numel), **plain)
         thinwire.all_to_all_single(torch.ones(8), torch.ones(8), **verb)
-        found = [said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how))]
-        rows = 4 + group.rank()
-        found.append(
-            said(lambda: thinwire.all_to_all_single(torch.ones(8), torch.ones(8), None, [rows, 8 - rows], **verb))
-        )
-        found.append(said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how | {"algorithm": "plain"})))
+        x, y = torch.ones(8), torch.ones(8)
+        lengths = said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how))
+        splits = said(lambda: thinwire.all_to_all_single(x, y, None, [rows, 8 - rows], **verb))
+        exact = said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **plain))
         thinwire.all_reduce(torch.ones(100), **how)
-    finally:
-        del os.environ["THINWIRE_DEBUG"]
-    return found
+    for text in (lengths, exact):
+        assert "rank 0 called all_reduce(numel=100" in text
+        assert "rank 1 called all_reduce(numel=200" in text
+    assert "sends" in splits
+    assert "expects" in splits
 
 
-def test_the_debug_mode_compares_every_call(ranks: RankPool) -> None:
-    for lengths, splits, plain in ranks(2).run(debugged):
-        for text in (lengths, plain):
-            assert "rank 0 called all_reduce(numel=100" in text
-            assert "rank 1 called all_reduce(numel=200" in text
-        assert "sends" in splits
-        assert "expects" in splits
-
-
-def half_debugged(group: Group) -> str:
-    member = dist.new_group()
+@on_ranks(2)
+def test_ranks_of_different_settings_or_versions_are_told_so(group: Group) -> None:
     with patch.dict(os.environ, {"THINWIRE_DEBUG": str(group.rank())}):
-        return said(lambda: thinwire.all_reduce(torch.ones(10), group=member, **BASE))
-
-
-def other_versions(group: Group) -> str:
+        text = said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
+    assert "rank 0 runs thinwire" in text
+    assert "wire format 1, THINWIRE_DEBUG=0, checksums=0; rank 1 runs" in text
     with patch.object(failures, "__version__", f"0.{group.rank()}"):
-        return said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
+        text = said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
+    assert "rank 0 runs thinwire 0.0, wire format 1" in text
+    assert "rank 1 runs thinwire 0.1, wire format 1" in text
 
 
-def test_ranks_of_different_settings_or_versions_are_told_so(ranks: RankPool) -> None:
-    for text in ranks(2).run(half_debugged):
-        assert "rank 0 runs thinwire" in text
-        assert "wire format 1, THINWIRE_DEBUG=0, checksums=0; rank 1 runs" in text
-    for text in ranks(2).run(other_versions):
-        assert "rank 0 runs thinwire 0.0, wire format 1" in text
-        assert "rank 1 runs thinwire 0.1, wire format 1" in text
-
-
-def other_options(group: Group, step: int, options: dict[str, Any]) -> str:
-    """What the first backward pass says: rank 1 has these options besides, or is at another step."""
+@pytest.mark.parametrize(
+    ("step", "options", "both"),
+    [
+        (0, {"warmup_steps": 5}, ("codec=int8)", "codec={0: none, 5: int8}")),
+        (0, {"exempt": ["bias"]}, ("codec=int8)", "codec=int8, exempt=['bias']")),
+        (7, {}, ("from step 0", "from step 7")),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_compress_gradients_in_different_ways_are_told_so(
+    group: Group, step: int, options: dict[str, Any], both: tuple[str, str]
+) -> str:
+    """Rank 1 has these options besides, or is at another step."""
     model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
     handle = thinwire.compress_ddp(model, "int8", **options if group.rank() else {})
     handle.step = step * group.rank()
-    try:
+    with pytest.raises(Exception, match="disagree") as raised:
         model(torch.ones(2, 30)).sum().backward()
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_compress_gradients_in_different_ways_are_told_so(ranks: RankPool) -> None:
-    cases = (
-        (0, {"warmup_steps": 5}, "codec=int8)", "codec={0: none, 5: int8}"),
-        (0, {"exempt": ["bias"]}, "codec=int8)", "codec=int8, exempt=['bias']"),
-        (7, {}, "from step 0", "from step 7"),
-    )
-    for step, options, *both in cases:
-        answers = ranks(2).run(other_options, step, options)
-        assert len(set(answers)) == 1
-        assert all(side in answers[0] for side in both), answers
-
-
-# --- what it takes ----------------------------------------------------------------------------------------------------
+    assert all(side in str(raised.value) for side in both)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 1024])
@@ -283,10 +234,11 @@ def test_all_ranks_hear_of_all_in_few_rounds(world: int) -> None:
     assert len(rounds) == math.ceil(math.log2(world))
 
 
-def keys(group: Group, mode: str) -> tuple[int, int]:
-    """Keys of the store before and after many handshakes, some of which fail."""
-    os.environ["THINWIRE_DEBUG"] = mode
-    try:
+@pytest.mark.parametrize("mode", ["0", "1"])
+@on_ranks(2)
+def test_handshakes_leave_nothing_in_the_store(group: Group, mode: str) -> None:
+    """Not even those that fail."""
+    with patch.dict(os.environ, {"THINWIRE_DEBUG": mode}):
         member = dist.new_group()
         store = member.get_group_store()
         dist.barrier(member)
@@ -294,22 +246,13 @@ def keys(group: Group, mode: str) -> tuple[int, int]:
         for numel in (5, 6, 7, 5, 6, 7):
             thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="two_phase")
         said(lambda: thinwire.all_reduce(torch.ones(8 + group.rank()), group=member, **BASE))
-        return before, int(store.num_keys())
-    finally:
-        del os.environ["THINWIRE_DEBUG"]
+        assert int(store.num_keys()) == before
 
 
-@pytest.mark.parametrize("mode", ["0", "1"])
-def test_handshakes_leave_nothing_in_the_store(ranks: RankPool, mode: str) -> None:
-    for before, after in ranks(2).run(keys, mode):
-        assert after == before
-
-
-def shakes(group: Group) -> tuple[int, int, int]:
+@on_ranks(2, gives=(1, 2, 2))
+def test_only_the_first_call_of_a_kind_shakes_hands(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
-    member = dist.new_group()
-    counts = [0]
-    check = Handshake.check
+    member, counts, check = dist.new_group(), [0], Handshake.check
 
     def counting(self: Handshake, *args: Any, **kwargs: Any) -> int:
         counts[0] += 1
@@ -322,7 +265,3 @@ def shakes(group: Group) -> tuple[int, int, int]:
 
     with patch.object(Handshake, "check", counting):
         return after(50, 4), after(60, 1), after(60, 3)
-
-
-def test_only_the_first_call_of_a_kind_shakes_hands(ranks: RankPool) -> None:
-    assert ranks(2).run(shakes) == [(1, 2, 2)] * 2

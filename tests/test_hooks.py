@@ -35,7 +35,7 @@ from cases import (
     half_ulp,
     needs_cuda,
     no_host_sync,
-    over,
+    on_ranks,
     seeded,
     small_chunks,
     thorough,
@@ -101,10 +101,12 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_names_and_arguments_are_torchs(name: str) -> None:
-    ours, theirs = (inspect.signature(thing).parameters for thing in (getattr(hooks, name), TORCH[name]))
-    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+def test_names_and_arguments_are_torchs() -> None:
+    for name, theirs in TORCH.items():
+        ours, their = (inspect.signature(thing).parameters.values() for thing in (getattr(hooks, name), theirs))
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in their], name
+    own = [name for name, value in vars(hooks).items() if getattr(value, "__module__", "") == hooks.__name__]
+    assert sorted(hooks.__all__) == hooks.__all__ == sorted(name for name in own if not name.startswith("_"))
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -116,18 +118,16 @@ def test_hooks_pickle(name: str) -> None:
     assert repr(again) == repr(hook)  # of a partial: the functions and settings that it holds
 
 
-def test_hooks_are_found_by_their_names() -> None:
-    from thinwire.hooks import fp16_compress_hook
-
-    assert thinwire.hooks.fp16_compress_hook is fp16_compress_hook
-    own = [name for name, value in vars(hooks).items() if getattr(value, "__module__", "") == hooks.__name__]
-    assert sorted(hooks.__all__) == hooks.__all__ == sorted(name for name in own if not name.startswith("_"))
-
-
-@pytest.mark.parametrize("size", [0, -8, 12.5, True, "64", None])
-def test_a_bucket_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
-        hooks.perchannel_hook(size)
+def test_misuse_is_refused() -> None:
+    for size in (0, -8, 12.5, True, "64", None):
+        with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
+            hooks.perchannel_hook(size)
+    for name, hook in HOOKS.items():
+        with pytest.raises(CollectiveError, match="as FSDP1 passes it: shard the model with torch"):
+            hook(None, torch.ones(8), torch.ones(4))
+        for state in (7, dist.GroupMember.NON_GROUP_MEMBER, [None]) if name in ("allreduce", "perchannel") else ():
+            with pytest.raises(CollectiveError, match=r"(?i)group"):
+                hook(state, Bucket(torch.ones(3)))
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -185,34 +185,25 @@ def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: to
     check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)], device)
 
 
-def run_long(group: Group, n: int) -> list[tuple[str, float]]:
-    """(digest, error as a share of the peak) of every hook on a bucket of several chunks."""
-    xs = [torch.randn(n, generator=seeded(9, rank)) for rank in range(group.size())]
+@on_ranks(3, rare=[2])
+def test_a_bucket_of_several_chunks(group: Group) -> list[str]:
+    xs = [torch.randn(1_300_007, generator=seeded(9, rank)) for rank in range(group.size())]
     mean, peak, found = torch.stack(xs).double().mean(0), max(float(x.abs().max()) for x in xs), []
-    for hook in HOOKS.values():
+    for name, hook in HOOKS.items():
         y = run_hook(hook, xs[group.rank()])
-        found.append((digest(y), float((y - mean).abs().max()) / peak))
+        most = lost(name, group.size()) + (group.size() + 3) * half_ulp(torch.float32)
+        assert (y - mean).abs().max() <= most * peak, name
+        found.append(digest(y))
     return found
 
 
-@worlds(3, rare=[2])
-def test_a_bucket_of_several_chunks(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(run_long, 1_300_007)
-    for name, *told in zip(HOOKS, *answers, strict=True):
-        assert len(set(told)) == 1, name
-        assert told[0][1] <= lost(name, world) + (world + 3) * half_ulp(torch.float32), name
-
-
-def run_complex(group: Group, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@on_ranks(3, gives=[])
+def test_a_complex_bucket_is_its_real_and_imaginary_parts(group: Group, dtype: torch.dtype) -> list[str]:
     """Hooks that treat a complex bucket unlike its real and imaginary parts."""
     pairs = given(600, group.rank(), torch.float64 if dtype == torch.complex128 else torch.float32).view(300, 2)
     results = {name: run_hook(hook, torch.view_as_complex(pairs)) for name, hook in HOOKS.items()}
     return [name for name, y in results.items() if digest(y) != digest(run_hook(HOOKS[name], pairs))]
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_complex_bucket_is_its_real_and_imaginary_parts(ranks: RankPool, dtype: torch.dtype) -> None:
-    assert ranks(3).run(run_complex, dtype) == [[]] * 3
 
 
 # --- what torch's hooks get wrong -------------------------------------------------------------------------------------
@@ -276,63 +267,44 @@ def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float, dev
         assert_same(got, want, name)
 
 
-def all_in_flight(group: Group, names: Sequence[str], device: Device) -> list[list[str]]:
-    return [many_in_flight(group, name, device) for name in names]
-
-
-def many_in_flight(group: Group, name: str, device: Device) -> list[str]:
-    inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
-    buckets = [Bucket(x.clone()) for x in inputs]
-    futures = [HOOKS[name](None, bucket) for bucket in buckets]
-    together = [future.wait() for future in reversed(futures)][::-1]
-    return [digest(y) for y in together] + [digest(run_hook(HOOKS[name], x)) for x in inputs]
-
-
 @each_device
-@worlds(3, rare=[2, 4])
-def test_several_buckets_in_flight(ranks: RankPool, world: int, device: Device) -> None:
-    """torch's quantisation hooks wait inside a callback, and with two buckets gloo hangs."""
-    names = list(HOOKS)[world % 2 :: 2] if device == CPU else list(HOOKS)  # half of them in even worlds
-    answers = ranks(world).run(all_in_flight, names, device)
-    assert answers == [answers[0]] * world
-    for name, told in zip(names, answers[0], strict=True):
-        assert told[:8] == told[8:], name
-
-
-def bytes_and_messages(group: Group, name: str, n: int) -> tuple[int, int]:
-    x, phases = given(n, group.rank()), []
-    run_hook(HOOKS[name], x)
-    before, send = traffic().sent, transport.PairTransport.exchange
-
-    def count(*args: Any) -> Any:
-        phases.append(args)
-        return send(*args)
-
-    with patch.object(transport.PairTransport, "exchange", count):
-        run_hook(HOOKS[name], x)
-    return traffic().sent - before, len(phases)
+@on_ranks(3, rare=[2, 4])
+def test_several_buckets_in_flight(group: Group, device: Device) -> list[str]:
+    """torch's quantization hooks wait inside a callback, and with two buckets gloo hangs."""
+    names = list(HOOKS)[group.size() % 2 :: 2] if device == CPU else list(HOOKS)  # half of them in even worlds
+    found = []
+    for name in names:
+        inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
+        futures = [HOOKS[name](None, Bucket(x.clone())) for x in inputs]
+        together = [future.wait() for future in reversed(futures)][::-1]
+        found += [digest(y) for y in together]
+        assert found[-8:] == [digest(run_hook(HOOKS[name], x)) for x in inputs], name
+    return found
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_two_phases_of_one_message_each(ranks: RankPool, name: str) -> None:
+@on_ranks(4)
+def test_two_phases_of_one_message_each(group: Group, name: str) -> None:
     """torch's: an all-gather of scales and another of everything, (W - 1) * N bytes."""
     world, n = 4, 4 * 512 * 8
     wire = thinwire.codec(CODECS[name]).wire_bytes(n // world)
-    assert ranks(world).run(bytes_and_messages, name, n) == [(2 * (world - 1) * wire, 2)] * world
+    x, exchange = given(n, group.rank()), transport.PairTransport.exchange
+    run_hook(HOOKS[name], x)
+    before = traffic().sent
+    with patch.object(transport.PairTransport, "exchange", autospec=True, side_effect=exchange) as spy:
+        run_hook(HOOKS[name], x)
+    assert (traffic().sent - before, spy.call_count) == (2 * (world - 1) * wire, 2)
     assert 2 * (world - 1) * wire < 0.6 * (world - 1) * n
 
 
-def time_rows(group: Group) -> float:
-    x = torch.randn(1 << 20)
-    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
-    start = time.process_time()
-    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
-    return time.process_time() - start
-
-
-def test_no_loop_over_rows(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_no_loop_over_rows(group: Group) -> None:
     """131,072 of them: some 10 ms, and several seconds in Python."""
-    assert max(ranks(2).run(time_rows)) < 1.0
+    x = torch.randn(1 << 20)
+    for _ in range(2):
+        start = time.process_time()
+        hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
+    assert time.process_time() - start < 1.0
 
 
 def scales_of(n: int, size: int) -> Tensor:
@@ -340,39 +312,32 @@ def scales_of(n: int, size: int) -> Tensor:
     return torch.tensor([1.0, 1e-4, 1e3, 1e-7])[torch.arange(n) // size % 4]
 
 
-def run_channels(group: Group, cases: Sequence[tuple[int, int]], chunked: bool) -> list[tuple[str, float]]:
-    """(digest, largest error as a share of its channel's size) of every (length, bucket_size)."""
-    found = []
-    for n, size in cases:
-        scale = scales_of(n, size)
-        xs = [torch.rand(n, generator=seeded(n, rank)).mul_(2).sub_(1) * scale for rank in range(group.size())]
-        mean = torch.stack(xs).double().mean(0)
-        with small_chunks() if chunked else nullcontext():
-            y = run_hook(hooks.perchannel_hook(size), xs[group.rank()])
-            grad = xs[group.rank()].clone()
-            hooks.quantization_perchannel_hook(None, (grad, nn.Parameter(torch.zeros(n))), size)  # type: ignore[arg-type]
-        assert_same(grad, y, f"{n} {size}")
-        found.append((digest(y), float(((y - mean).abs() / scale).max())))
-    return found
-
-
 CHANNELS = [(1, 1), (13, 5), (99, 100), (100, 100), (513, 512), (1000, 100), (1037, 7), (2050, 513), (300, 1 << 40)]
-
-
 IN_CHUNKS = [(4000, 100), (4001, 512)]
 
 
 @pytest.mark.parametrize(
-    ("world", "cases"),
+    ("world", "pairs"),
     [(1, CHANNELS), (3, CHANNELS), (3, IN_CHUNKS), *thorough((2, CHANNELS), (4, CHANNELS), (2, IN_CHUNKS))],
 )
+@on_ranks()
 def test_channels_of_any_size_are_counted_from_the_start(
-    ranks: RankPool, world: int, cases: list[tuple[int, int]]
-) -> None:
+    group: Group, world: int, pairs: list[tuple[int, int]]
+) -> list[str]:
     """One that shared a scale with its neighbour would lose all of its digits; torch's hook does not run on gloo."""
-    for case, *told in zip(cases, *ranks(world).run(run_channels, cases, cases is IN_CHUNKS), strict=True):
-        assert len({digest for digest, _ in told}) == 1, case
-        assert told[0][1] <= (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32), case
+    found = []
+    most = (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32)
+    for n, size in pairs:  # lengths, and bucket_size
+        scale = scales_of(n, size)
+        xs = [torch.rand(n, generator=seeded(n, rank)).mul_(2).sub_(1) * scale for rank in range(world)]
+        with small_chunks() if pairs[0] == IN_CHUNKS[0] else nullcontext():
+            y = run_hook(hooks.perchannel_hook(size), xs[group.rank()])
+            grad = xs[group.rank()].clone()
+            hooks.quantization_perchannel_hook(None, (grad, nn.Parameter(torch.zeros(n))), size)  # type: ignore[arg-type]
+        assert_same(grad, y, f"{n} {size}")
+        assert ((y - torch.stack(xs).double().mean(0)).abs() / scale).max() <= most, (n, size)
+        found.append(digest(y))
+    return found
 
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -392,7 +357,9 @@ def failing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def wrap_others(group: Group) -> list[str]:
+@on_ranks(2, rare=[3], gives=[])
+def test_wrappers_run_any_hook_in_sixteen_bits(group: Group) -> list[str]:
+    """run_hook asks for the input dtype back, where torch's future holds 16 bits."""
     wrong = []
     for wrapper, dtype in ((hooks.fp16_compress_wrapper, torch.float16), (hooks.bf16_compress_wrapper, torch.bfloat16)):
         x, seen = torch.randn(50, generator=seeded(group.rank())).double(), []
@@ -412,12 +379,6 @@ def wrap_others(group: Group) -> list[str]:
     return wrong
 
 
-@worlds(2, rare=[3])
-def test_wrappers_run_any_hook_in_sixteen_bits(ranks: RankPool, world: int) -> None:
-    """run_hook asks for the input dtype back, where torch's future holds 16 bits."""
-    assert ranks(world).run(wrap_others) == [[]] * world
-
-
 def recording_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     """A user's hook whose answer does not depend on the bucket, which it keeps as it saw it."""
     state["seen"] = bucket.buffer().clone()
@@ -426,8 +387,9 @@ def recording_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def wrap_recording(group: Group) -> None:
-    """Whatever the world: the inner hook sees the plain cast, and its answer is the result."""
+@on_ranks(1, 2, rare=[3, 4])
+def test_a_wrapped_hook_sees_the_plain_cast_and_its_answer_is_given(group: Group) -> None:
+    """In every world, as with torch's wrappers; only the dtype of the future differs."""
     x = torch.tensor([5e4, -7e4, 1 / 3, 2.0**-25, 0.0, -0.0, math.inf, math.nan]) * (1 + group.rank())
     wrappers = {torch.float16: "fp16_compress_wrapper", torch.bfloat16: "bf16_compress_wrapper"}
     for dtype, name in wrappers.items():
@@ -440,45 +402,29 @@ def wrap_recording(group: Group) -> None:
             assert_same(got.to(dtype), answer, f"{module.__name__}.{name}: given")
 
 
-@worlds(1, 2, rare=[3, 4])
-def test_a_wrapped_hook_sees_the_plain_cast_and_its_answer_is_given(ranks: RankPool, world: int) -> None:
-    """As torch's wrappers do, but for the dtype of the future."""
-    ranks(world).run(wrap_recording)
-
-
-def round_ties(group: Group) -> dict[str, Tensor]:
-    """Numbers between two bfloat16, cast by whatever casts: halves of a last place and what lies beside them."""
+@on_ranks(1, 4, rare=[2])
+def test_bfloat16_rounds_halves_to_even(group: Group) -> None:
+    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
     tie = 1 + torch.arange(9) * 2.0**-9
     x = torch.cat([tie, -tie, tie * 2.0**120, -tie * 2.0**-100])
     gathered = [torch.empty_like(x) for _ in range(group.size())]
     auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, x)
-    return {
-        "x": x,
+    found = {
         "auto_quantize": gathered[-1],
         "hook": run_hook(hooks.bf16_compress_hook, x),
         "wrapper": run_hook(hooks.bf16_compress_wrapper(hooks.allreduce_hook), x),
     }
+    for name, y in found.items():
+        assert_same(y, x if group.size() == 1 and name != "wrapper" else x.bfloat16().float(), name)
 
 
-@worlds(1, 4, rare=[2])
-def test_bfloat16_rounds_halves_to_even(ranks: RankPool, world: int) -> None:
-    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
-    for found in ranks(world).run(round_ties):
-        x = found.pop("x")
-        for name, y in found.items():
-            assert_same(y, x if world == 1 and name != "wrapper" else x.bfloat16().float(), name)
-
-
-def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
-    answers = ranks(3).run(train_stateful)
-    assert identical(answers)
-    for step, got in enumerate(answers[0]):
-        assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
-
-
-def train_stateful(group: Group) -> list[list[Tensor | None]]:
+@on_ranks(3)
+def test_the_stateful_hook_runs_in_sixteen_bits(group: Group) -> list[str]:
     state = thinwire.DDPState(codec=PER_CHANNEL, feedback="none")
-    return train(group, hooks.fp16_compress_wrapper(thinwire.ddp_hook), FLOATS, state=state)
+    found = train(group, hooks.fp16_compress_wrapper(thinwire.ddp_hook), FLOATS, state=state)
+    for step, got in enumerate(found):
+        assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
+    return [digest(g) for got in found for g in got if g is not None]
 
 
 def power_gradients(group: Group, wrapper: Callable[[Any], Any]) -> list[Tensor]:
@@ -703,7 +649,8 @@ def test_groups_side_by_side(ranks: RankPool, some: list[str]) -> None:
 DENSE = [name for name in HOOKS if name != "allreduce"]
 
 
-def send_sparse(group: Group) -> list[str]:
+@on_ranks(2)
+def test_compressed_hooks_refuse_sparse_gradients(group: Group) -> None:
     """What hooks say to sparse gradients, in buckets and in pairs."""
     said = []
     for name in DENSE:
@@ -717,16 +664,12 @@ def send_sparse(group: Group) -> list[str]:
         with pytest.raises(CollectiveError) as told:
             hook(None, (torch.eye(3).to_sparse(), torch.eye(3)))
         said.append(str(told.value))
-    return said
+    assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
 
 
-def test_compressed_hooks_refuse_sparse_gradients(ranks: RankPool) -> None:
-    for said in ranks(2).run(send_sparse):
-        assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
-
-
-def train_sparse(group: Group) -> list[list[Tensor]]:
-    """Gradients of two steps without a hook, with ours and with torch's; some rows several ranks look at."""
+@on_ranks(1, 3, rare=[2, 4])
+def test_allreduce_takes_sparse_gradients_as_ddp_does(group: Group) -> str:
+    """Two steps without a hook, with ours and with torch's; some rows several ranks look at."""
     found = []
     for hook in (None, hooks.allreduce_hook, default_hooks.allreduce_hook):
         torch.manual_seed(0)
@@ -740,29 +683,18 @@ def train_sparse(group: Group) -> list[list[Tensor]]:
             (model(rows) * torch.randn(7, 5, generator=seeded(2, group.rank(), step))).sum().backward()
             assert model.module.weight.grad.is_sparse
             grads.append(model.module.weight.grad.to_dense())
-        found.append(grads)
-    return found
-
-
-@worlds(1, 3, rare=[2, 4])
-def test_allreduce_takes_sparse_gradients_as_ddp_does(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(train_sparse)
-    assert len({digest(*grads) for answer in answers for grads in answer}) == 1
-    assert all(g.abs().sum() > 0 for g in answers[0][1])
-
-
-def test_a_state_that_is_no_group_is_refused() -> None:
-    for state in (7, dist.GroupMember.NON_GROUP_MEMBER, [None]):
-        for name in ("allreduce", "perchannel"):
-            with pytest.raises(CollectiveError, match=r"(?i)group"):
-                HOOKS[name](state, Bucket(torch.ones(3)))
+        assert all(g.abs().sum() > 0 for g in grads)
+        found.append(digest(*grads))
+    assert found == [found[0]] * 3
+    return found[0]
 
 
 # --- the compiled path ------------------------------------------------------------------------------------------------
 
 
-def run_pairs(group: Group) -> list[str]:
-    """Hooks that do not do to a (grad, param) pair, whatever its strides, what they do to a bucket."""
+@on_ranks(1, 2, rare=[3], gives=[])
+def test_a_pair_is_reduced_in_place(group: Group) -> list[str]:
+    """Hooks that do something else to a (grad, param) pair than to a bucket; some of torch's take no pairs."""
     wrong = []
     for name, hook in HOOKS.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
@@ -775,13 +707,8 @@ def run_pairs(group: Group) -> list[str]:
     return wrong
 
 
-@worlds(1, 2, rare=[3])
-def test_a_pair_is_reduced_in_place(ranks: RankPool, world: int) -> None:
-    """torch's allreduce_hook and quantisation hooks take none."""
-    assert ranks(world).run(run_pairs) == [[]] * world
-
-
-def run_conjugates(group: Group) -> list[str]:
+@on_ranks(2, gives=[])
+def test_a_conjugated_gradient_is_reduced_in_place(group: Group) -> list[str]:
     """Autograd leaves such gradients: views that conjugate when they are read."""
     x, wrong = gradients_of([((6, 9), torch.complex64)], group.rank(), 0)[0], []
     for name, hook in HOOKS.items():
@@ -793,11 +720,11 @@ def run_conjugates(group: Group) -> list[str]:
     return wrong
 
 
-def test_a_conjugated_gradient_is_reduced_in_place(ranks: RankPool) -> None:
-    assert ranks(2).run(run_conjugates) == [[]] * 2
-
-
-def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, list(HOOKS)[::2]), *thorough((2, list(HOOKS)[1::2]), (3, ["bf16(perchannel)"]))]
+)
+@on_ranks(gives=[])
+def test_pairs_trace_without_a_break(group: Group, names: list[str]) -> list[str]:
     """Hooks whose traced result is not the eager one; by turns with the world's group named and not."""
     wrong = []
     for i, name in enumerate(names):
@@ -812,13 +739,6 @@ def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
         if digest(call(traced)) != digest(x) or digest(traced) != digest(x):
             wrong.append(name)
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("world", "names"), [(2, list(HOOKS)[::2]), *thorough((2, list(HOOKS)[1::2]), (3, ["bf16(perchannel)"]))]
-)
-def test_pairs_trace_without_a_break(ranks: RankPool, world: int, names: list[str]) -> None:
-    assert ranks(world).run(compile_pairs, names) == [[]] * world
 
 
 @contextmanager
@@ -841,51 +761,25 @@ def python_reducer() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train_compiled(group: Group, names: Sequence[str]) -> list[list[Tensor | None]]:
+@on_ranks(2)
+def test_compiled_ddp(group: Group) -> list[str]:
     shapes, found = FLOATS[:3], []
     with python_reducer():
-        for name in names:
+        for name in ("allreduce", "bf16(perchannel)"):
             model = registered(shapes, HOOKS[name])
             torch.compile(model, backend="aot_eager", fullgraph=True)(*gradients_of(shapes, group.rank(), 0)).backward()
-            found.append(taken(model))
+            got = taken(model)
+            assert_means(name, got, [gradients_of(shapes, rank, 0) for rank in range(2)], 2)
+            found += [digest(g) for g in got if g is not None]
     return found
-
-
-def test_compiled_ddp(ranks: RankPool) -> None:
-    names = ("allreduce", "bf16(perchannel)")
-    answers = ranks(2).run(train_compiled, names)
-    assert identical(answers)
-    for name, got in zip(names, answers[0], strict=True):
-        assert_means(name, got, [gradients_of(FLOATS[:3], rank, 0) for rank in range(2)], 2)
-
-
-@over("name", HOOKS)
-def test_gradients_of_fsdp1_are_refused(name: str) -> None:
-    with pytest.raises(CollectiveError, match="as FSDP1 passes it: shard the model with torch"):
-        HOOKS[name](None, torch.ones(8), torch.ones(4))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def train_on_gpu(group: Group, backend: str) -> list[str]:
-    """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
-    wrong: list[str] = []
-    torch.cuda.set_device(CUDA)
-    members = dist.new_group(backend=backend)
-    for name, hook in HOOKS.items():
-        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
-        model.register_comm_hook(members, hook)
-        for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
-            model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()
-            got = [g.cpu() for g in taken(model) if g is not None]
-            if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
-                wrong.append(name)
-    dist.destroy_process_group(members)
-    return wrong
-
-
-def run_without_sync(group: Group) -> list[str]:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
+@on_ranks(gives=[])
+def test_no_hook_waits_for_the_gpu(group: Group) -> list[str]:
     """Hooks that make the host wait for the GPU, as torch's quantisation hooks do for every bucket."""
     wrong: list[str] = []
     torch.cuda.set_device(CUDA)
@@ -903,13 +797,22 @@ def run_without_sync(group: Group) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
-def test_no_hook_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(run_without_sync) == [[]]
-
-
 @pytest.mark.parametrize(
     ("backend", "world"), [pytest.param("nccl", 1, marks=needs_cuda), pytest.param("gloo", 2, marks=needs_cuda)]
 )
-def test_ddp_on_a_gpu(ranks: RankPool, backend: str, world: int) -> None:
-    assert ranks(world).run(train_on_gpu, backend) == [[]] * world
+@on_ranks(gives=[])
+def test_ddp_on_a_gpu(group: Group, backend: str) -> list[str]:
+    """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
+    wrong: list[str] = []
+    torch.cuda.set_device(CUDA)
+    members = dist.new_group(backend=backend)
+    for name, hook in HOOKS.items():
+        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
+        model.register_comm_hook(members, hook)
+        for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
+            model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()
+            got = [g.cpu() for g in taken(model) if g is not None]
+            if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
+                wrong.append(name)
+    dist.destroy_process_group(members)
+    return wrong

@@ -130,9 +130,8 @@ def test_the_import_rule(room: str, target: str, allowed: bool) -> None:
 
 def test_nothing_of_the_package_imports_the_studies() -> None:
     """benchmarks/ is not in the wheel."""
-    assert not [
-        name_of(path) for path in MODULES if re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.M)
-    ]
+    studies = re.compile(r"^\s*(from|import) benchmarks\b", re.M)
+    assert not [name_of(path) for path in MODULES if studies.search(path.read_text())]
 
 
 LINES = {  # at most
@@ -157,7 +156,7 @@ def test_rooms_keep_their_budgets() -> None:
 
 def test_tests_keep_their_budget() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
-    assert lines <= 33_239
+    assert lines <= 31_600
 
 
 def test_kernels_take_structures() -> None:
@@ -318,25 +317,14 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return seen
 
 
-def test_import_is_silent(probes: list[dict[str, Any]]) -> None:
-    assert probes[0]["output"] == ""
-
-
-def test_import_starts_no_thread(probes: list[dict[str, Any]]) -> None:
-    assert probes[0]["python_threads"] == 1
-    assert probes[0]["threads"] == probes[0]["threads_of_torch"]
-
-
-def test_rooms_are_attributes_of_the_package(probes: list[dict[str, Any]]) -> None:
-    assert probes[0]["rooms"] == ["traffic", "QatError"]
-
-
-def test_import_leaves_cuda_alone(probes: list[dict[str, Any]]) -> None:
-    assert not probes[0]["cuda"]
-
-
-def test_import_loads_nothing_heavy(probes: list[dict[str, Any]]) -> None:
-    assert not HEAVY & set(probes[0]["modules"])
+def test_an_import_is_silent_and_light(probes: list[dict[str, Any]]) -> None:
+    """It starts no thread, leaves CUDA alone, and gives the rooms as attributes of the package."""
+    first = probes[0]
+    assert first["output"] == ""
+    assert (first["python_threads"], first["threads"]) == (1, first["threads_of_torch"])
+    assert first["rooms"] == ["traffic", "QatError"]
+    assert not first["cuda"]
+    assert not HEAVY & set(first["modules"])
 
 
 def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
@@ -346,16 +334,10 @@ def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
 
 # Spelt in two parts so that this file does not hold them.
 FORBIDDEN = [
-    first + second
-    for first, second in [
-        ("/wo", "rk/"),
-        ("/op", "t/"),
-        ("pypi", ".org"),
-        ("pythonhosted", ".org"),
-        ("anaconda", ".org"),
-        ("download.pytorch", ".org"),
-    ]
+    "".join(parts)
+    for parts in (("/wo", "rk/"), ("/op", "t/"), *((name, ".org") for name in ("pypi", "pythonhosted", "anaconda")))
 ]
+FORBIDDEN.append("download.pytorch" + ".org")
 
 
 def repository_files() -> list[Path]:

@@ -86,8 +86,7 @@ HALVES = [[codec for codec in cases.CODECS if half_of(codec) == half] for half i
 @pytest.mark.parametrize("codec", [*HALVES[0], *cases.thorough(*HALVES[1])], ids=str)
 def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     """On a GPU few worlds: each of up to eight wires has kernels of its own, which take seconds to compile."""
-    n = 5003
-    block = cases.block_of(codec)
+    n, block = 5003, cases.block_of(codec)
     xs = [cases.mixed(n, block, torch.float32, rank, seed=1) for rank in range(4)]
     residual = cases.mixed(n, block, torch.float32, 7, seed=2)
     wires = list(assert_as_reference(place, encodings, codec, xs, 3).values())
@@ -114,15 +113,6 @@ def lengths_of(codec: Codec) -> list[int]:
     block = cases.block_of(codec)
     others = cases.LENGTHS[half_of(codec) :: 2] if isinstance(codec, (BlockInt, Lloyd)) else cases.LENGTHS
     return sorted({*others, block - 1, block, block + 1})
-
-
-def test_every_width_meets_every_length() -> None:
-    met: dict[Any, set[int]] = {}
-    for codec in (*cases.INTEGERS, *cases.LLOYDS):
-        kind = codec.mode if isinstance(codec, BlockInt) else "lloyd"
-        met.setdefault((kind, codec.bits), set()).update(lengths_of(codec))
-    assert all(lengths >= set(cases.LENGTHS) for lengths in met.values())
-    assert len(met) == 7 + 7 + 4
 
 
 @each_place
@@ -189,8 +179,7 @@ def test_blocks_longer_than_a_tile(codec: Codec, place: Place) -> None:
 @each_place
 @one_of_each
 def test_sixty_four_wires(codec: Codec, place: Place) -> None:
-    n = 700
-    block = cases.block_of(codec)
+    n, block = 700, cases.block_of(codec)
     xs = [cases.mixed(n, block, torch.float32, rank, seed=8) for rank in range(8)]
     with use_backend(cases.SERVING[0]):  # whose wires the tests above compare
         wires_WN = cases.wires_of(codec, xs)[torch.arange(64) * 5 % 8]
@@ -222,9 +211,7 @@ def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, place: Place) -> 
 
 def at_odd_addresses(codec: Codec, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
     """Every operation with all its tensors off the start of their memory: an element, or a byte of a wire."""
-    n = x.numel()
-    nbytes = wires_WN.shape[1]
-    x = cases.shifted(x)
+    n, nbytes, x = x.numel(), wires_WN.shape[1], cases.shifted(x)
     carried = cases.shifted(residual)
     wire, with_carry, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(3))
     codec.encode(x, wire, step=1)
@@ -258,8 +245,7 @@ def test_numbers_are_set_aside_and_put_back(place: Place, dtype: torch.dtype) ->
 @needs_cpu
 @pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 3 * 2**13 + 4099
-    before = torch.get_num_threads()
+    n, before = 3 * 2**13 + 4099, torch.get_num_threads()
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 2**13)
     x = cases.content("gaussian", n)
     x[2345] = torch.nan
@@ -312,7 +298,7 @@ def test_callers_at_once(codec: Codec, place: Place, monkeypatch: pytest.MonkeyP
             cases.assert_same(results[what].cpu(), alone[i % 4][what].cpu(), f"caller {i}: {what}")
 
 
-AFTER_FORK = """
+ALONE = """
 import os, sys, torch
 from thinwire import codec, use_backend
 
@@ -334,40 +320,8 @@ for name in ("int8", "lloyd4", "e4m3"):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, name
         assert act(codec(name), x) == want
 print("same")
-"""
 
-
-@needs_cpu
-@pytest.mark.program("-c", AFTER_FORK, "cpu")
-def test_after_fork(program: Ended) -> None:
-    assert (program.status, program.out.strip()) == (0, "same"), program.told
-
-
-# --- the choice of a backend ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A process in which the C kernels were not built; the path they are looked for at."""
-    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "missing.so")
-    monkeypatch.setattr(dispatch, "_said", set())
-    cpu._load.cache_clear()
-    yield cpu.LIBRARY
-    cpu._load.cache_clear()
-
-
-def a_wire() -> Tensor:
-    return cases.wire_of(BlockInt(8), torch.arange(100.0))
-
-
-def test_unknown_backend_lists_the_known() -> None:
-    known = ", ".join(BACKENDS)
-    with pytest.raises(BackendError, match=f"unknown backend 'gpu'; known: auto, {known}"), use_backend("gpu"):
-        pass
-
-
-FROM_THE_ENVIRONMENT = """
-import importlib, os, torch
+import importlib
 for name in ("reference", "nonsense"):
     os.environ["THINWIRE_BACKEND"] = name
     from thinwire.kernels import dispatch
@@ -379,15 +333,23 @@ for name in ("reference", "nonsense"):
 """
 
 
-@pytest.mark.program("-c", FROM_THE_ENVIRONMENT)
-def test_backend_of_the_environment(program: Ended) -> None:
-    assert program.out.splitlines() == [
-        "thinwire.kernels.reference",
-        f"unknown backend 'nonsense'; known: auto, {', '.join(BACKENDS)}",
-    ], program.told
+@needs_cpu
+@pytest.mark.program("-c", ALONE, "cpu")
+def test_after_a_fork_and_by_the_environment(program: Ended) -> None:
+    """What only a process of its own shows: kernels after a fork, and the backend that THINWIRE_BACKEND names."""
+    told = f"unknown backend 'nonsense'; known: auto, {', '.join(BACKENDS)}"
+    assert program.out.splitlines() == ["same", "thinwire.kernels.reference", told], program.told
+    assert program.status == 0, program.told
 
 
-def test_named_backend_holds_inside_the_block_alone() -> None:
+# --- the choice of a backend ------------------------------------------------------------------------------------------
+
+
+def a_wire() -> Tensor:
+    return cases.wire_of(BlockInt(8), torch.arange(100.0))
+
+
+def test_a_named_backend_holds_inside_the_block_alone() -> None:
     before = dispatch._requested
     with use_backend("reference"):
         assert kernels.select(cases.CPU) is BACKENDS["reference"]
@@ -395,91 +357,72 @@ def test_named_backend_holds_inside_the_block_alone() -> None:
             raise KeyError
         assert kernels.select(cases.CPU) is BACKENDS["reference"]
     assert dispatch._requested == before
-
-
-def test_auto_takes_the_fastest() -> None:
     with use_backend("auto"), warnings.catch_warnings():
         warnings.simplefilter("ignore" if not cases.OTHERS else "error")
-        assert kernels.select(cases.CPU) is BACKENDS[cases.SERVING[0]]
-
-
-def test_named_backend_that_is_missing_raises(no_library: Path) -> None:
-    with use_backend("cpu"), pytest.raises(BackendError, match="'cpu' was requested but the C kernels were not built"):
-        a_wire()
-
-
-def test_library_that_does_not_load_raises(no_library: Path) -> None:
-    no_library.write_text("not a library")
-    with use_backend("cpu"), pytest.raises(BackendError, match="the C kernels do not load"):
-        a_wire()
-
-
-def test_auto_without_library_takes_the_reference_and_says_so_once(no_library: Path) -> None:
-    with use_backend("auto"), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        wires = [a_wire() for _ in range(3)]
-    assert [w.category for w in said] == [RuntimeWarning]
-    assert "served by the plain torch reference" in str(said[0].message)
-    assert "not built" in str(said[0].message)
-    with use_backend("reference"):
-        assert all(torch.equal(wire, a_wire()) for wire in wires)
-
-
-def test_asked_for_the_reference_nothing_is_said(no_library: Path) -> None:
-    with use_backend("reference"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        a_wire()
+        assert kernels.select(cases.CPU) is BACKENDS[cases.SERVING[0]], "the fastest"
+    with pytest.raises(BackendError, match=f"unknown backend 'gpu'; known: auto, {', '.join(BACKENDS)}"):
+        use_backend("gpu").__enter__()
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """without("triton") or without("cuda"): a process that has none, and was told nothing about it yet."""
+def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """without("triton"), "cuda" or "library": a process that lacks it, and was told nothing about it yet."""
+
+    def forget() -> None:
+        cpu._load.cache_clear()
+        getattr(BACKENDS["triton"].unavailable, "cache_clear", bool)()
 
     def act(name: str) -> None:
         if name == "triton":
             monkeypatch.setitem(sys.modules, "triton", None)
-        else:
+        elif name == "cuda":
             monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        else:
+            monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "missing.so")
         monkeypatch.setattr(dispatch, "_said", set())
-        forget_what_is_there()
+        forget()
 
     yield act
     monkeypatch.undo()
-    forget_what_is_there()
+    forget()
 
 
-def forget_what_is_there() -> None:
-    clear = getattr(BACKENDS["triton"].unavailable, "cache_clear", None)
-    if clear is not None:
-        clear()
+@pytest.mark.parametrize("missing", ["triton", "cuda", "library", "a library that loads"])
+def test_a_named_backend_that_is_missing_says_what_to_do(without: Callable[[str], None], missing: str) -> None:
+    without(missing)
+    if missing in ("triton", "cuda"):
+        said = rf"(?i)backend='triton' was requested but .*{missing}.*use backend='auto'"
+        with use_backend("triton"), pytest.raises(BackendError, match=said):
+            kernels.select(cases.CUDA)
+        return
+    said = "'cpu' was requested but the C kernels were not built"
+    if missing != "library":
+        cpu.LIBRARY.write_text("not a library")
+        said = "the C kernels do not load"
+    with use_backend("cpu"), pytest.raises(BackendError, match=said):
+        a_wire()
 
 
-@pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_triton_by_name_where_something_is_missing_says_what_to_do(without: Callable[[str], None], name: str) -> None:
-    without(name)
-    said = rf"(?i)backend='triton' was requested but .*{name}.*use backend='auto'"
-    with use_backend("triton"), pytest.raises(BackendError, match=said):
-        kernels.select(cases.CUDA)
-
-
-def test_triton_by_name_does_not_serve_the_cpu() -> None:
+def test_a_named_backend_does_not_serve_other_devices() -> None:
+    x, wire = torch.empty(100, device="meta"), torch.empty(Identity().wire_bytes(100), dtype=torch.uint8, device="meta")
+    with use_backend("cpu"), pytest.raises(BackendError, match="does not serve meta tensors"):
+        Identity().encode(x, wire)
     with use_backend("triton"), pytest.raises(BackendError, match="does not serve cpu tensors"):
         a_wire()
 
 
-def test_auto_without_triton_takes_the_reference_on_a_gpu_and_says_so_once(without: Callable[[str], None]) -> None:
-    without("triton")
+@pytest.mark.parametrize(("missing", "device"), [("library", cases.CPU), ("triton", cases.CUDA)], ids=str)
+def test_the_reference_stands_in_and_says_so_once(
+    without: Callable[[str], None], missing: str, device: torch.device
+) -> None:
+    without(missing)
+    with use_backend("reference"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = a_wire()  # asked for, nothing is said
     with use_backend("auto"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        chosen = [kernels.select(cases.CUDA) for _ in range(3)]
-    assert chosen == [BACKENDS["reference"]] * 3
+        assert [kernels.select(device) for _ in range(3)] == [BACKENDS["reference"]] * 3
+        assert device == cases.CUDA or torch.equal(a_wire(), want)
     assert [w.category for w in said] == [RuntimeWarning]
-    assert "cuda tensors are served by the plain torch reference" in str(said[0].message)
-    assert "triton" in str(said[0].message)
-
-
-def test_backend_that_does_not_serve_the_device() -> None:
-    x = torch.empty(100, device="meta")
-    wire = torch.empty(Identity().wire_bytes(100), dtype=torch.uint8, device="meta")
-    with use_backend("cpu"), pytest.raises(BackendError, match="does not serve meta tensors"):
-        Identity().encode(x, wire)
+    assert f"{device.type} tensors are served by the plain torch reference" in str(said[0].message)
+    assert {"library": "not built", "triton": "triton"}[missing] in str(said[0].message)

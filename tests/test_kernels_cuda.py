@@ -52,8 +52,7 @@ def fill(tensors: Tensors, contents: Tensors) -> None:
 
 def run_all(codec: Codec, t: Tensors) -> None:
     """Every operation, with keys by step and from headers; one reads what another wrote."""
-    n = t["x"].numel()
-    wires_WN = t["wires"]
+    n, wires_WN = t["x"].numel(), t["wires"]
     codec.encode(t["x"], t["wire"], step=1)
     codec.encode(t["x"], t["carried"], step=1, residual=t["residual"])
     codec.decode(wires_WN[1], t["decoded"], step=2)
@@ -193,8 +192,7 @@ def test_a_wire_that_is_not_rotated_has_no_key() -> None:
 
 def test_a_known_step_stands_in_for_headers() -> None:
     """They are not read then."""
-    codec = Lloyd(4)
-    n = 777
+    codec, n = Lloyd(4), 777
     x = cases.content("gaussian", n).to(CUDA)
     wire = cases.wire_of(codec, x, step=9)
     want = cases.decoded(codec, wire, n)
@@ -226,8 +224,7 @@ def long_tensor() -> Iterator[Tensor]:
 def last_spans(layout: Layout) -> list[reference._Span]:
     """The blocks from NEAR on."""
     block = layout.format.block
-    full = layout.numel // block
-    first = NEAR // block
+    full, first = layout.numel // block, NEAR // block
     spans = [reference._Span(first * block, full * block, full - first, block)]
     return [*spans, reference._Span(full * block, LONG, 1, layout.tail)] if full < layout.num_blocks else spans
 
@@ -280,8 +277,7 @@ def test_bytes_beyond_two_billion_are_the_references(codec: Codec, long_tensor: 
     spans = last_spans(layout)
     lo = spans[0].lo
     wire = cases.wire_of(codec, long_tensor, step=1)
-    again = torch.empty_like(wire)
-    want = torch.empty_like(wire)
+    again, want = torch.empty_like(wire), torch.empty_like(wire)
     y, total = (torch.empty(LONG, device=CUDA) for _ in range(2))
     with patch.object(reference, "_spans", lambda layout: spans):
         reference.encode(how, long_tensor, want, None, **keys_of(codec, hashing.DITHER))

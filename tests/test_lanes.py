@@ -1,6 +1,7 @@
 """How the parameters of a bucket fall into lanes, and how their numbers come back from them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,7 @@ from thinwire.integrations.choice import first_phase
 from thinwire.integrations.lanes import BucketLane, lanes_of, load
 
 KINDS: list[tuple[Codec, str]] = [
-    (Lloyd(2), "classic"),
-    (Lloyd(2), ""),
-    (Cast("bf16"), ""),
-    (BlockInt(8), "ef21"),
-    (Lloyd(1), "classic"),
+    *((Lloyd(2), "classic"), (Lloyd(2), ""), (Cast("bf16"), ""), (BlockInt(8), "ef21"), (Lloyd(1), "classic"))
 ]
 BRIDGE = 16  # a lane that is bridged is so many times smaller
 
@@ -106,6 +103,7 @@ def test_there_is_one_lane_per_kind_the_largest_first(rows: list[tuple[int, int]
     named = [sum(p.numel for p in lane.pieces if p.name is not None) for lane in lanes]
     assert named == sorted(named, reverse=True)
     assert not any(lane.bridged for lane in lanes[1:]), "one lane bridges"
+    assert all(lane.spec.first == first_phase(lane.spec.codec, lane.spec.feedback) for lane in lanes)
 
 
 @generated(50)
@@ -127,33 +125,28 @@ def test_biases_between_weights_are_bridged_in_place() -> None:
     buffer, views = gradients_of(specs)
     lanes, copies = load(lanes_from(specs), views, buffer)
     (stretch,), (biases,) = lanes
-    assert stretch.data_ptr() == views[1].data_ptr()
-    assert stretch.numel() == 1402
+    assert (stretch.data_ptr(), stretch.numel()) == (views[1].data_ptr(), 1402)
     assert not views[2].any()
     assert biases.tolist() == [1, 2, 3, 704, 705, 1406]
     assert [view.data_ptr() for view, _ in copies] == [views[0].data_ptr(), views[2].data_ptr(), views[4].data_ptr()]
     assert views[0].tolist() == [1, 2, 3], "outside the stretch nothing is touched"
 
 
-def test_lanes_of_like_sizes_share_the_bucket_without_copies() -> None:
-    specs = specs_of([(100, 0), (50, 2), (100, 0), (60, 2), (70, 2)])
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        ([(100, 0), (50, 2), (100, 0), (60, 2), (70, 2)], [[100, 100], [50, 130]]),
+        ([(5, 0), (0, 0), (7, 0)], [[12]]),  # one kind is the whole bucket
+    ],
+)
+def test_lanes_of_like_sizes_share_the_bucket_without_copies(rows: Any, want: list[list[int]]) -> None:
+    specs = specs_of(rows)
     buffer, views = gradients_of(specs)
     lanes, copies = load(lanes_from(specs), views, buffer)
     assert not copies
-    assert [[tensor.numel() for tensor in lane] for lane in lanes] == [[100, 100], [50, 130]]
-    assert all(
-        tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for lane in lanes for tensor in lane
-    )
-    assert_same(buffer, torch.arange(1.0, 381))
-
-
-def test_one_kind_is_the_whole_bucket() -> None:
-    specs = specs_of([(5, 0), (0, 0), (7, 0)])
-    buffer, views = gradients_of(specs)
-    (lane,), copies = load(lanes_from(specs), views, buffer)
-    assert not copies
-    assert [tensor.numel() for tensor in lane] == [12]
-    assert lane[0].data_ptr() == buffer.data_ptr()
+    assert [[tensor.numel() for tensor in lane] for lane in lanes] == want
+    assert {tensor.untyped_storage().data_ptr() for lane in lanes for tensor in lane} == {buffer.data_ptr()}
+    assert_same(buffer, torch.arange(1.0, 1 + buffer.numel()))
 
 
 def test_loading_again_is_loading_anew() -> None:
@@ -178,10 +171,3 @@ def test_lanes_have_the_dtype_of_the_bucket(dtype: torch.dtype) -> None:
         assert {tensor.dtype for lane in lanes for tensor in lane} == {dtype}
         put_back(copies)
         assert_same(torch.cat(views), torch.arange(1, 144).to(dtype))
-
-
-def test_the_first_phase_of_a_lane_is_that_of_its_parameters() -> None:
-    specs = specs_of([(2000, 1), (10, 2), (2000, 1)])
-    kinds = [lane.spec for lane in lanes_from(specs)]
-    assert [kind.first for kind in kinds] == [Lloyd(2, scale="unbiased"), Cast("bf16")]
-    assert [kind.numel for kind in kinds] == [4010, 10]

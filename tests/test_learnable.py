@@ -13,32 +13,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.ao.quantization import (
-    FakeQuantizeBase,
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    MovingAveragePerChannelMinMaxObserver,
-    PerChannelMinMaxObserver,
-    QConfig,
-    convert,
-    disable_fake_quant,
-    disable_observer,
-    enable_fake_quant,
-    enable_observer,
-    prepare_qat,
-)
+from torch.ao import quantization
+from torch.ao.quantization import MinMaxObserver, MovingAverageMinMaxObserver, PerChannelMinMaxObserver
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, thorough
+from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, on_ranks, over, thorough
 from ranks import RankPool
 from thinwire.qat import LearnableFakeQuantize, fake_quantize, ops
 
 EPS = torch.finfo(torch.float32).eps
 PER_TENSOR = (MinMaxObserver, MovingAverageMinMaxObserver)
-PER_CHANNEL = (PerChannelMinMaxObserver, MovingAveragePerChannelMinMaxObserver)
+PER_CHANNEL = (PerChannelMinMaxObserver, quantization.MovingAveragePerChannelMinMaxObserver)
 FLAGS = ("fake_quant_enabled", "static_enabled", "learning_enabled")
 
 
@@ -193,7 +181,7 @@ def test_learning_is_torchs(case: tuple[LearnableFakeQuantize, Any, Any], seed: 
 
 def test_it_is_torchs_class_from_outside() -> None:
     ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3, ch_axis=1)
-    assert isinstance(ours, FakeQuantizeBase)
+    assert isinstance(ours, quantization.FakeQuantizeBase)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     for name in ("quant_min", "quant_max", "dtype", "qscheme", "ch_axis", "bitwidth", "use_grad_scaling"):
@@ -246,15 +234,12 @@ def test_modes(name: str, want: list[int]) -> None:
 
 def test_torchs_switches_over_a_model() -> None:
     model = torch.nn.Sequential(int8(), torch.nn.Linear(2, 2))
-    for switch, want in (
-        (disable_fake_quant, [0, 1]),
-        (disable_observer, [0, 0]),
-        (enable_fake_quant, [1, 0]),
-        (enable_observer, [1, 1]),
-    ):
-        model.apply(switch)
+    for switch, want in (("disable_fake_quant", [0, 1]), ("disable_observer", [0, 0]), ("enable_fake_quant", [1, 0])):
+        model.apply(getattr(quantization, switch))
         assert flags(model[0])[:2] == want
         assert list(model[0]._seen_modes()) == [bool(f) for f in want]
+    model.apply(quantization.enable_observer)
+    assert list(model[0]._seen_modes()) == [True, True]
 
 
 def test_a_flag_written_by_hand_counts() -> None:
@@ -340,14 +325,13 @@ def test_16_bit_tensors_have_gradients_and_parameters_of_32(dtype: torch.dtype, 
         theirs(torch.ones(2, dtype=torch.float16, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize(("axis", "same"), [(-1, 2), (-2, 1), (-3, 0)])
-def test_negative_axes(axis: int, same: int) -> None:
+@over("axis", [-1, -2, -3])
+def test_negative_axes(axis: int) -> None:
     x = torch.randn(2, 3, 4)
-    quantizers = [LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=a) for a in (axis, same)]
-    outputs = [quantizer(x) for quantizer in quantizers]
-    assert torch.equal(*outputs)
-    assert quantizers[0].scale.numel() == x.shape[axis]
-    assert torch.equal(quantizers[0].scale, quantizers[1].scale)
+    first, second = (LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=a) for a in (axis, axis + 3))
+    assert torch.equal(first(x), second(x))
+    assert torch.equal(first.scale, second.scale)
+    assert first.scale.numel() == x.shape[axis]
 
 
 @pytest.mark.parametrize("zero_point", [-3.0, -2.6, -100.0, 100.0])
@@ -392,11 +376,8 @@ def test_a_bad_batch_changes_no_estimate(poison: float, observer: Any, at: int) 
 
 @pytest.mark.parametrize("observer", PER_CHANNEL)
 def test_a_bad_batch_is_left_out_of_its_channel_only(observer: Any) -> None:
-    quantizer = (
-        LearnableFakeQuantize(observer, averaging_constant=0.5)
-        if "Moving" in observer.__name__
-        else (LearnableFakeQuantize(observer))
-    )
+    more = {"averaging_constant": 0.5} if "Moving" in observer.__name__ else {}
+    quantizer = LearnableFakeQuantize(observer, **more)
     quantizer(torch.tensor([[math.nan, 5.0], [0.0, 255.0]]))
     assert torch.equal(quantizer.scale, torch.tensor([1.0, 1.0]))  # what it began with, and the estimate
     quantizer(torch.tensor([[0.0, 510.0], [0.0, math.inf]]))
@@ -594,7 +575,7 @@ def test_checkpoints_go_both_ways(observer: Any) -> None:
 # --- casts, copies, compilation, torch.ao -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAveragePerChannelMinMaxObserver])
+@pytest.mark.parametrize("observer", [MinMaxObserver, quantization.MovingAveragePerChannelMinMaxObserver])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casts_of_the_whole_module(observer: Any, dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(int8(observer, -8, 7, scale=0.1234567))
@@ -621,23 +602,16 @@ def test_casts_of_the_whole_module(observer: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_are_equal_and_apart(how: str) -> None:
     quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, gradient="lsq")
-    x = torch.randn(3, 4)
+    x, file = torch.randn(3, 4), io.BytesIO()
     quantizer(x)
     quantizer.fake_quant_enabled[0] = 0
-    file = io.BytesIO()
     torch.save(quantizer, file)
     file.seek(0)
-    copies: dict[str, Callable[[], LearnableFakeQuantize]] = {
-        "deepcopy": lambda: copy.deepcopy(quantizer),
-        "pickle": lambda: pickle.loads(pickle.dumps(quantizer)),
-        "save": lambda: torch.load(file, weights_only=False),
-    }
-    made = copies[how]()
+    made = copy.deepcopy(quantizer) if how == "deepcopy" else pickle.loads(pickle.dumps(quantizer))
+    made = torch.load(file, weights_only=False) if how == "save" else made
     assert flags(made) == [0, 1, 0]
     assert made(x) is x
-    made.enable_param_learning()
-    quantizer.enable_param_learning()
-    assert torch.equal(made(x), quantizer(x))
+    assert torch.equal(made.enable_param_learning()(x), quantizer.enable_param_learning()(x))
     made.scale.data.mul_(2)
     made.fake_quant_enabled[0] = 0
     assert made(x) is x
@@ -651,7 +625,7 @@ def compiled() -> Iterator[Callable[[torch.nn.Module], Any]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, *thorough(MovingAveragePerChannelMinMaxObserver)])
+@pytest.mark.parametrize("observer", [MinMaxObserver, *thorough(quantization.MovingAveragePerChannelMinMaxObserver)])
 def test_compiled_whole_in_every_mode(observer: Any, compiled: Callable[[torch.nn.Module], Any]) -> None:
     """Switches are seen: each costs one compilation. Two calls before one backward, as when weights are shared."""
     eager, whole = (
@@ -697,27 +671,17 @@ def integers() -> Iterator[None]:
 
 
 def small_model() -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        torch.ao.quantization.QuantStub(),
-        torch.nn.Conv2d(1, 4, 3),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(16, 3),
-        torch.ao.quantization.DeQuantStub(),
-    )
+    first, last = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()
+    inner = [torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)]
+    return torch.nn.Sequential(first, *inner, last)
 
 
-def learnable_qconfig() -> QConfig:
-    weight = LearnableFakeQuantize.with_args(
-        observer=PerChannelMinMaxObserver,
-        quant_min=-128,
-        quant_max=127,
-        dtype=torch.qint8,
-        qscheme=torch.per_channel_symmetric,
-        use_grad_scaling=True,
-        gradient="lsq",
-    )
-    return QConfig(activation=LearnableFakeQuantize.with_args(observer=MovingAverageMinMaxObserver), weight=weight)
+def learnable_qconfig() -> quantization.QConfig:
+    grid = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    rule = {"use_grad_scaling": True, "gradient": "lsq"}
+    weight = LearnableFakeQuantize.with_args(observer=PerChannelMinMaxObserver, **grid, **rule)
+    activation = LearnableFakeQuantize.with_args(observer=MovingAverageMinMaxObserver)
+    return quantization.QConfig(activation=activation, weight=weight)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -726,7 +690,7 @@ def test_in_a_qconfig_from_preparation_to_integers() -> None:
     torch.manual_seed(0)
     model: Any = small_model().train()
     model.qconfig = learnable_qconfig()
-    prepared = prepare_qat(model)
+    prepared = quantization.prepare_qat(model)
     quantizers = [m for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
     assert len(quantizers) == 5  # the input, and weight and output of two layers
     x, target = torch.randn(8, 1, 4, 4), torch.randint(0, 3, (8,))
@@ -745,7 +709,7 @@ def test_in_a_qconfig_from_preparation_to_integers() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     fake = prepared.eval()(x)
-    real = convert(prepared)(x)
+    real = quantization.convert(prepared)(x)
     step = quantizers[-1].scale.item()
     assert ((real - fake).abs() <= 2 * step).all()  # a rounding of each layer's output
 
@@ -801,31 +765,26 @@ def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile:
     assert results[0][0] != results[0][1]
 
 
-def widest(group: dist.ProcessGroup) -> list[float]:
+@on_ranks(3, gives=[-3.0, 2.0])
+def test_ranks_of_ddp_see_each_others_batches(group: dist.ProcessGroup) -> list[float]:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
     ddp = DistributedDataParallel(torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1)))
     ddp(torch.tensor([[-1.0 - group.rank()], [2.0]]))
     return [quantizer.activation_post_process.min_val.item(), quantizer.activation_post_process.max_val.item()]
 
 
-def test_ranks_of_ddp_see_each_others_batches(ranks: RankPool) -> None:
-    assert ranks(3).run(widest) == [[-3.0, 2.0]] * 3
-
-
-def apart_then_together(group: dist.ProcessGroup) -> tuple[float, float]:
+@on_ranks(3)
+def test_outside_ddp_ranks_only_meet_when_asked_to(group: dist.ProcessGroup) -> None:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
     for _ in range(group.rank() + 1):  # no rank waits for another: they call it a different number of times
         quantizer(torch.tensor([0.0, 255.0 * (group.rank() + 1)]))
-    alone = quantizer.scale.item()
+    assert quantizer.scale.item() == group.rank() + 1
     assert quantizer.synchronize() is quantizer
-    return alone, quantizer.scale.item()
+    assert quantizer.scale.item() == 2
 
 
-def test_outside_ddp_ranks_only_meet_when_asked_to(ranks: RankPool) -> None:
-    assert ranks(3).run(apart_then_together) == [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]
-
-
-def unfitted_in_ddp(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+def test_channels_must_be_known_before_ddp(group: dist.ProcessGroup) -> str:
     model = torch.nn.Sequential(LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1), torch.nn.Linear(4, 2))
     ddp = DistributedDataParallel(model)
     with pytest.raises(ValueError, match="known before the model is compiled or wrapped in DDP") as raised:
@@ -833,22 +792,15 @@ def unfitted_in_ddp(group: dist.ProcessGroup) -> str:
     return str(raised.value)
 
 
-def test_channels_must_be_known_before_ddp(ranks: RankPool) -> None:
-    assert len(set(ranks(2).run(unfitted_in_ddp))) == 1
-
-
-def compiled_in_ddp(group: dist.ProcessGroup) -> bool:
+@pytest.mark.thorough
+@on_ranks(2, gives=True)
+def test_ranks_agree_when_compiled(group: dist.ProcessGroup) -> bool:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
     model = torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1))
     run = torch.compile(model, backend="eager", fullgraph=True)
     run(torch.ones(2, 1))  # compiled once without DDP
     DistributedDataParallel(run)(torch.tensor([[-1.0 - group.rank()], [2.0]]))
     return quantizer.activation_post_process.min_val.item() == -2
-
-
-@pytest.mark.thorough
-def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
-    assert ranks(2).run(compiled_in_ddp) == [True, True]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -886,11 +838,9 @@ def test_inputs_that_do_not_fit() -> None:
 def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     quantizer = LearnableFakeQuantize(MinMaxObserver, scale=0.5, gradient="lsq")
     quantizer.observe_quant_params()
-    out = capsys.readouterr().out
-    assert "Scale: tensor([0.5000])" in out
-    assert "Zero Point: tensor([0.])" in out
-    for part in ("static=True", "quant_max=255", "gradient='lsq'", "scale=tensor([0.5000])"):
-        assert part in repr(quantizer)
+    shown = capsys.readouterr().out + repr(quantizer)
+    parts = ("Scale: tensor([0.5000])", "Zero Point: tensor([0.])", "static=True", "quant_max=255", "gradient='lsq'")
+    assert [part for part in (*parts, "scale=tensor([0.5000])") if part not in shown] == []
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ranks import RankPool
+from cases import on_ranks
 from replicas import Group
 from thinwire.log import announce
 
@@ -21,7 +21,8 @@ def announced(text: str) -> str:
     return out.getvalue()
 
 
-def where_nobody_listens(group: Group) -> list[str]:
+@on_ranks(1, gives=["thinwire: 100 % by default\n", "thinwire: a level\n", "", ""])
+def test_lines_are_seen_unless_somebody_says_otherwise(group: Group) -> list[str]:
     """In a process without handlers, as a user's script starts: by default, and at several levels."""
     found = [announced("100 % by default")]
     for level in (logging.INFO, logging.WARNING):
@@ -32,10 +33,6 @@ def where_nobody_listens(group: Group) -> list[str]:
     found.append(announced("disabled"))
     logging.disable(logging.NOTSET)
     return found
-
-
-def test_lines_are_seen_unless_somebody_says_otherwise(ranks: RankPool) -> None:
-    assert ranks(1).run(where_nobody_listens) == [["thinwire: 100 % by default\n", "thinwire: a level\n", "", ""]]
 
 
 def test_handlers_take_the_lines_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from cases import seeded, thorough, worlds
+from cases import on_ranks, seeded, thorough, worlds
 from ranks import RankPool
 from thinwire.qat import LSQ, LSQPlus, fake_quantize
 
@@ -44,10 +45,12 @@ def started(x: Tensor, **options: Any) -> LSQ:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_weights_start_at_the_papers_scale(bits: int, place: dict[str, Any]) -> None:
     weight = normal(*SHAPE)
-    quantizer = started(weight, bits=bits, **place)
+    quantizer, lazy = started(weight, bits=bits, **place), LSQ(bits, **place)
     expected = 2 * rows_of(weight.double(), **place).abs().mean(1) / math.sqrt(2 ** (bits - 1) - 1)
     torch.testing.assert_close(quantizer.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
     assert (quantizer.quant_min, quantizer.quant_max) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    assert torch.equal(lazy(weight), quantizer(weight)), "a first forward is a start, too"
+    assert torch.equal(lazy.scale, quantizer.scale)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -59,13 +62,6 @@ def test_lsq_plus_weights_start_at_three_sigmas(place: dict[str, Any]) -> None:
     expected = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / 4
     torch.testing.assert_close(quantizer.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
     assert quantizer.offset is None
-
-
-def test_a_first_forward_is_a_start_too() -> None:
-    weight = normal(*SHAPE)
-    lazy, eager = LSQ(bits=4, symmetric=True, axis=0), started(weight, bits=4, axis=0)
-    assert torch.equal(lazy(weight), eager(weight))
-    assert torch.equal(lazy.scale, eager.scale)
 
 
 def test_a_channel_of_zeros_gets_the_mean_of_the_others() -> None:
@@ -96,14 +92,6 @@ def test_scales_of_extreme_tensors_are_numbers(quantizer: LSQ, size: float) -> N
     assert not y.isnan().any()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
-    weight = normal(3, 4)
-    weight[1, 2] = bad
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        LSQ(4, axis=0).initialize(weight)
-
-
 # --- the start of activations -----------------------------------------------------------------------------------------
 
 
@@ -116,15 +104,6 @@ def test_activations_start_at_the_mean_of_the_first_batches() -> None:
     # Two of the three means are rounded on the way, each with two operations.
     torch.testing.assert_close(quantizer.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
     assert quantizer.initialized
-
-
-def test_the_scale_belongs_to_the_optimizer_after_the_start() -> None:
-    quantizer = LSQ(4)
-    quantizer(normal(8))
-    with torch.no_grad():
-        quantizer.scale.fill_(0.5)
-    quantizer(100 * normal(8))
-    assert quantizer.scale.item() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -192,8 +171,7 @@ def test_values_and_gradients_are_the_ops(kind: type[LSQ], place: dict[str, Any]
     mine = [normal(*SHAPE, seed=2).requires_grad_(), *quantizer.parameters()]
     given = [t.detach().clone().requires_grad_() for t in mine]
     want = fake_quantize(*given[:2], offset=given[2] if given[2:] else None, quant_min=0, quant_max=7, **place)
-    y = quantizer(mine[0])
-    grad = normal(*SHAPE, seed=1)
+    y, grad = quantizer(mine[0]), normal(*SHAPE, seed=1)
     y.backward(grad)
     want.backward(grad)
     assert torch.equal(y, want)
@@ -338,6 +316,13 @@ def test_a_start_that_is_half_done_is_continued() -> None:
     for batch in batches[1:]:
         assert torch.equal(whole(batch), second(batch))
     assert torch.equal(whole.scale, second.scale)
+    with torch.no_grad():
+        second.scale.fill_(0.5)
+    second(100 * normal(8))
+    assert second.scale.item() == 0.5, "it belongs to the optimizer then"
+    second.reset_parameters()
+    assert not second.initialized
+    assert torch.equal(second(batches[0].abs()), LSQ(4, symmetric="auto", init_batches=3)(batches[0].abs()))
 
 
 def test_a_checkpoint_of_other_bits_is_refused() -> None:
@@ -348,27 +333,21 @@ def test_a_checkpoint_of_other_bits_is_refused() -> None:
     LSQ(4, symmetric="auto").load_state_dict(LSQ(4).state_dict())
 
 
-def test_a_reset_quantizer_starts_again() -> None:
-    quantizer = LSQ(4, symmetric="auto")
-    quantizer(100 * normal(9))
-    quantizer.reset_parameters()
-    assert not quantizer.initialized
-    x = normal(9).abs()
-    assert torch.equal(quantizer(x), LSQ(4, symmetric="auto")(x))
-
-
 # --- torch.compile, inference mode, lent parameters -------------------------------------------------------------------
 
 
 def test_compiled_after_the_start() -> None:
-    quantizer, x = LSQ(4, axis=-1), normal(5, 6)
-    y = quantizer(x)
-    compiled = torch.compile(quantizer, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), y)
+    """Its own, or that of a state."""
+    first, second, x = LSQ(4, axis=-1), LSQ(4, axis=-1), normal(5, 6)
+    y = first(x)
+    second.load_state_dict(first.state_dict())
+    assert "not initialized" not in repr(second)
+    for quantizer in (first, second):
+        compiled = torch.compile(quantizer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), y)
     compiled(x).sum().backward()
-    compiled_grad, quantizer.scale.grad = quantizer.scale.grad, None
-    quantizer(x).sum().backward()
-    torch.testing.assert_close(quantizer.scale.grad, compiled_grad)
+    first(x).sum().backward()
+    torch.testing.assert_close(first.scale.grad, second.scale.grad)
 
 
 @pytest.mark.parametrize("quantizer", forms(), ids=str)
@@ -445,14 +424,21 @@ def test_wrong_options(kind: type[LSQ], options: dict[str, Any], message: str) -
 def test_tensors_that_do_not_fit() -> None:
     quantizer = LSQ(4, axis=0)
     quantizer(normal(3, 2))
-    with pytest.raises(ValueError, match="3 elements, 5 expected"):
-        quantizer(normal(5, 2))
-    with pytest.raises(ValueError, match="5 channels, the quantizer was sized for 3"):
-        quantizer.initialize(normal(5, 2))
-    with pytest.raises(ValueError, match="axis must be within"):
-        LSQ(4, axis=2)(normal(5, 2))
-    with pytest.raises(ValueError, match="group=4 does not divide"):
-        LSQ(4, group=4)(normal(5, 6))
+    calls: list[tuple[Callable[[Tensor], Any], Tensor, str]] = [
+        (quantizer, normal(5, 2), "3 elements, 5 expected"),
+        (quantizer.initialize, normal(5, 2), "5 channels, the quantizer was sized for 3"),
+        (LSQ(4, axis=2), normal(5, 2), "axis must be within"),
+        (LSQ(4, group=4), normal(5, 6), "group=4 does not divide"),
+        *((LSQ(4, axis=0).initialize, torch.tensor([[1.0, bad]]), "NaN or Inf") for bad in (math.nan, math.inf)),
+    ]
+    for call, x, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call(x)
+    for bad in (math.nan, math.inf):
+        with torch.no_grad():
+            quantizer.scale[1] = bad
+        with pytest.raises(ValueError, match=rf"got {bad} \(channel 1\)"):
+            quantizer(normal(3, 2))
 
 
 def test_a_subclass_may_do_without_the_floor() -> None:
@@ -466,26 +452,12 @@ def test_a_subclass_may_do_without_the_floor() -> None:
         quantizer(normal(3, 4))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_scale_that_is_no_number_is_named(bad: float) -> None:
-    quantizer = started(normal(3, 4), bits=4, axis=0)
-    with torch.no_grad():
-        quantizer.scale[1] = bad
-    with pytest.raises(ValueError, match=rf"got {bad} \(channel 1\)"):
-        quantizer(normal(3, 4))
-
-
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def ranks_forms() -> list[LSQ]:
-    return [
-        LSQ(4),
-        LSQ(4, symmetric="auto", init_batches=2),
-        LSQ(2, axis=-1),
-        LSQPlus(2, symmetric=True),
-        LSQPlus(2, axis=0),
-    ]
+    auto = LSQ(4, symmetric="auto", init_batches=2)
+    return [LSQ(4), auto, LSQ(2, axis=-1), LSQPlus(2, symmetric=True), LSQPlus(2, axis=0)]
 
 
 def batch_of(rank: int, batch: int, world: int) -> Tensor:
@@ -518,27 +490,13 @@ def test_ranks_start_alike_and_from_the_data_of_all(ranks: RankPool, world: int)
             torch.testing.assert_close(theirs, parameter.detach(), rtol=4 * HALF_ULP, atol=0.0)
 
 
-def start_alone(group: Group) -> float:
-    quantizer = LSQ(4, process_group="local")
-    if group.rank() == 0:
-        quantizer(normal(5))
+@on_ranks(2)
+def test_a_start_of_this_process_alone(group: Group) -> None:
+    alone, quantizer = LSQ(4, process_group="local"), LSQ(4, process_group="local")
+    alone(normal(5))
     subgroup = dist.new_group([0])
     if group.rank() == 0:
+        quantizer(normal(5))
         LSQ(4, process_group=subgroup)(normal(5))
         assert copy.deepcopy(LSQ(4, process_group=subgroup))(normal(5)) is not None
-    return quantizer.scale.item()
-
-
-def test_a_start_of_this_process_alone(ranks: RankPool) -> None:
-    alone = LSQ(4)
-    alone(normal(5))
-    assert ranks(2).run(start_alone) == [alone.scale.item(), 1.0]
-
-
-def test_a_loaded_quantizer_compiles_whole() -> None:
-    x = torch.linspace(-1, 1, 64)
-    first, second = LSQ(4), LSQ(4)
-    first(x)
-    second.load_state_dict(first.state_dict())
-    assert "not initialized" not in repr(second)
-    assert torch.equal(torch.compile(second, fullgraph=True, backend="eager")(x), first(x))
+    assert quantizer.scale.item() == (1.0 if group.rank() else alone.scale.item())

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import thinwire
-from cases import assert_same
-from ranks import RankPool
+from cases import assert_same, on_ranks
 from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
 from thinwire.integrations import sync
 from thinwire.integrations.choice import moments
@@ -32,13 +31,14 @@ def stepped(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
 
 
 def test_roots_are_those_of_the_moments_and_no_number_is_endless() -> None:
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.AdamW([weight], 1e-3, betas=(0.9, 0.0))
-    stepped(optimizer, weight, torch.tensor([4.0, -0.5, 0.0]))
+    weights = {"weight": nn.Parameter(torch.zeros(3)), "complex": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
+    optimizer = torch.optim.AdamW(weights.values(), 1e-3, betas=(0.9, 0.0))
+    weights["complex"].grad = torch.ones(3, dtype=torch.complex64)
+    stepped(optimizer, weights["weight"], torch.tensor([4.0, -0.5, 0.0]))
     found = Moments([optimizer])
-    found.look({"weight": weight}, alone)
-    assert found.shared == {"weight"}
-    (roots,) = found.roots([weight])
+    found.look(weights, alone)
+    assert found.shared == {"weight"}, "complex parameters are not weighed"
+    (roots,) = found.roots([weights["weight"]])
     floor = 16.0 * moments.FLOOR
     torch.testing.assert_close(roots, torch.tensor([16.0 + floor, 0.25 + floor, floor]).sqrt())
 
@@ -56,23 +56,11 @@ def test_moments_of_zeros_are_no_unit_and_gradients_stay_finite() -> None:
     assert (torch.full((3,), 1e19) / found.roots([weight])[0]).isfinite().all()
 
 
-def test_complex_parameters_are_not_weighed() -> None:
-    weights = {"real": nn.Parameter(torch.zeros(3)), "complex": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
-    optimizer = torch.optim.AdamW(weights.values(), 1e-3)
-    for weight in weights.values():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    found = Moments([optimizer])
-    found.look(weights, alone)
-    assert found.shared == {"real"}
-
-
 def test_moments_that_are_gone_are_looked_for_again() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.Adam([weight])
     stepped(optimizer, weight, torch.ones(3))
-    found = Moments([optimizer])
-    seen = []
+    found, seen = Moments([optimizer]), []
     for step in range(4):
         if step == 1:
             optimizer = torch.optim.Adam([weight])  # the other is forgotten
@@ -84,8 +72,7 @@ def test_moments_that_are_gone_are_looked_for_again() -> None:
 
 
 def test_ranks_stop_looking_for_what_does_not_come() -> None:
-    weight = nn.Parameter(torch.zeros(3))
-    asked = []
+    weight, asked = nn.Parameter(torch.zeros(3)), []
     found = Moments([torch.optim.Adam([weight])])  # it never steps
     for _ in range(40):
         found.look({"weight": weight}, lambda values, op: asked.append(1) or list(values))  # type: ignore[func-returns-value]
@@ -102,47 +89,40 @@ def test_which_optimizers_have_moments() -> None:
         assert not Moments([kind(weights)]).expected
 
 
-def means(group: Group, spoil: bool, weigh: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], str, bool]:
-    """The gradients of a second step, what the same codec makes of them in Adam's units, and the roots."""
-    model = wrap(Given(SHAPES), group, WHOLE)
+@pytest.mark.parametrize(
+    ("world", "spoil", "weigh"), [(2, False, "auto"), (3, False, "auto"), (2, True, "moments"), (2, False, "none")]
+)
+@on_ranks()
+def test_gradients_travel_in_adams_units(group: Group, spoil: bool, weigh: str) -> None:
+    """Those of a second step, and what the same codec makes of them in these units; not where ranks' moments differ."""
+    model, other = (wrap(Given(SHAPES), group, WHOLE) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.0))
     options: Any = {"optimizer": optimizer, "weigh": weigh, "exempt": "none"}
     handle = thinwire.compress_ddp(model, "lloyd2", **options)
-    other = wrap(Given(SHAPES), group, WHOLE)
     plain = thinwire.compress_ddp(other, "lloyd2", feedback="none", weigh="none", exempt="none")
     for made in (model, other):
         backward(made, draw(group.rank(), 0, SHAPES, spread=1000.0))
     optimizer.step()
     if spoil and group.rank() == 0:
         optimizer.state[next(model.parameters())]["exp_avg_sq"].mul_(2.0)
-    known = Moments([optimizer])
-    roots = known.roots(list(model.parameters()))
+    roots = Moments([optimizer]).roots(list(model.parameters()))
     given = draw(group.rank(), 1, SHAPES, spread=1000.0)
     found = [g for g in backward(model, given) if g is not None]
     expected = [g for g in backward(other, [g / r for g, r in zip(given, roots, strict=True)]) if g is not None]
     assert plain.stats().feedback == "none"
-    return found, expected, roots, handle.stats().feedback, same_everywhere(group, *found)
+    assert handle.stats().feedback == ("none" if weigh == "none" else "none+moments")
+    assert same_everywhere(group, *found)
+    wanted = [theirs * root for theirs, root in zip(expected, roots, strict=True)]
+    if spoil:  # the second weight is as it was; its first blocks hold nothing else
+        assert_same(found[1].view(-1)[:2048], wanted[1].view(-1)[:2048])
+        assert not torch.equal(found[0], wanted[0])
+    elif weigh != "none":
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_travel_in_adams_units(ranks: RankPool, world: int) -> None:
-    for found, expected, roots, feedback, alike in ranks(world).run(means, False, "auto"):
-        assert feedback == "none+moments"
-        assert alike
-        for mine, theirs, root in zip(found, expected, roots, strict=True):
-            assert_same(mine, theirs * root)
-
-
-def test_moments_that_differ_between_ranks_are_not_used(ranks: RankPool) -> None:
-    for found, expected, roots, feedback, alike in ranks(2).run(means, True, "moments"):
-        assert feedback == "none+moments"  # of the second weight, which is as it was
-        assert alike
-        first, wanted = (part.view(-1)[:2048] for part in (found[1], expected[1] * roots[1]))  # blocks of its own
-        assert_same(first, wanted)
-        assert not torch.equal(found[0], expected[0] * roots[0])
-
-
-def replaced(group: Group) -> tuple[list[str], bool, bool]:
+@on_ranks(2, gives=(["none", "none+moments", "none+moments"], True, True))
+def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(group: Group) -> tuple[list[str], bool, bool]:
     """An optimiser is replaced under way: what travels before and after, and whether the old one is gone."""
     model = wrap(network(), group, WHOLE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -158,15 +138,9 @@ def replaced(group: Group) -> tuple[list[str], bool, bool]:
     return kinds, old() is None, same_everywhere(group, flat(list(model.parameters())))
 
 
-def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(ranks: RankPool) -> None:
-    assert ranks(2).run(replaced) == [(["none", "none+moments", "none+moments"], True, True)] * 2
-
-
-def test_weighing_can_be_left_out(ranks: RankPool) -> None:
-    assert [answer[3] for answer in ranks(2).run(means, False, "none")] == ["none", "none"]
-
-
-def after_join(group: Group, by_hand: bool) -> list[bool]:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
+@on_ranks(2)
+def test_moments_that_differ_after_a_join_are_not_used(group: Group, by_hand: bool) -> None:
     """Whether ranks have the same gradients before, and after, they have taken different numbers of steps."""
     model = wrap(network(), group, WHOLE)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -183,13 +157,7 @@ def after_join(group: Group, by_hand: bool) -> list[bool]:
             learn(model, optimizer, group.rank(), range(10 * epoch, 10 * epoch + 2 + 2 * group.rank()))
     learn(model, optimizer, group.rank(), range(30, 32))
     found.append(same_everywhere(group, *(p.grad for p in model.parameters() if p.grad is not None)))
-    return [*found, state.stats().feedback == "none"]
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
-def test_moments_that_differ_after_a_join_are_not_used(ranks: RankPool, by_hand: bool) -> None:
-    for found in ranks(2).run(after_join, by_hand):
-        assert found == [True, True, True]
+    assert [*found, state.stats().feedback] == [True, True, "none"]
 
 
 REMEMBERED: list[dict[str, Any]] = [
@@ -200,8 +168,12 @@ REMEMBERED: list[dict[str, Any]] = [
 ]
 
 
-def remembered(group: Group) -> list[tuple[str, float]]:
-    """What travels after some steps of Adam, and the largest gradient until then, over that without compression."""
+@on_ranks(2)
+def test_what_is_remembered_is_in_no_units(group: Group) -> None:
+    """Feedback in units that grow with what it sends would have no end: gradients a million times as large in 6 steps.
+
+    In units, the second gradient of Adam's is some times too large: its moments are those of one step.
+    """
     found = []
     for options in [{"codec": "none"}, *REMEMBERED]:
         model = wrap(network(), group, WHOLE)
@@ -213,33 +185,20 @@ def remembered(group: Group) -> list[tuple[str, float]]:
             most = max(most, *(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
         found.append((handle.stats().feedback, most))
     (_, exact), *rest = found
-    return [(feedback, most / exact) for feedback, most in rest]
+    assert [feedback for feedback, _ in rest] == ["ef21", "classic", "ef21", "ef21+moments"]
+    assert max(most for _, most in rest) < 10 * exact
 
 
-def test_what_is_remembered_is_in_no_units(ranks: RankPool) -> None:
-    """Feedback in units that grow with what it sends would have no end: gradients a million times as large in 6 steps.
-
-    In units, the second gradient of Adam's is some times too large: its moments are those of one step.
-    """
-    for found in ranks(2).run(remembered):
-        assert [feedback for feedback, _ in found] == ["ef21", "classic", "ef21", "ef21+moments"]
-        assert max(most for _, most in found) < 10
-
-
-def asked(group: Group, feedback: Any) -> int:
-    """How often ranks ask each other for an optimizer, which never steps."""
+@pytest.mark.parametrize(("feedback", "times"), [("classic", 0), ("ef21", 0), ("none", 3), ("auto", 3)])
+@on_ranks(2)
+def test_ranks_look_for_an_optimizer_only_where_it_matters(group: Group, feedback: Any, times: int) -> None:
+    """They wait for each other's answers, and on a GPU the host for what it was given before. It never steps here."""
     model = wrap(Given(SHAPES), group, WHOLE)
     thinwire.compress_ddp(model, "lloyd2", feedback=feedback, measure_every=0)
     with mock.patch.object(sync, "over_groups", side_effect=sync.over_groups) as spy:
         for step in range(4):
             backward(model, draw(group.rank(), step, SHAPES))
-    return spy.call_count
-
-
-@pytest.mark.parametrize(("feedback", "times"), [("classic", 0), ("ef21", 0), ("none", 3), ("auto", 3)])
-def test_ranks_look_for_an_optimizer_only_where_it_matters(ranks: RankPool, feedback: str, times: int) -> None:
-    """They wait for each other's answers, and on a GPU the host for what it was given before."""
-    assert ranks(2).run(asked, feedback) == [times] * 2
+    assert spy.call_count == times
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:

@@ -27,34 +27,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
+import replicas
 import thinwire
-from cases import CPU, assert_same, decoded, digest, given, no_host_sync, seeded, shifted, wire_of
+from cases import CPU, assert_same, decoded, digest, given, no_host_sync, on_ranks, seeded, shifted, wire_of
 from ranks import RankPool
-from replicas import (
-    CAP,
-    READY,
-    Dtypes,
-    Given,
-    Group,
-    backward,
-    draw,
-    flat,
-    learn,
-    network,
-    residuals,
-    same_everywhere,
-    wrap,
-)
+from replicas import CAP, READY, Dtypes, Given, Group, backward, draw, flat, learn, network, residuals, wrap
 from test_collectives import op_of
 from test_ddp_checkpoint import Run, interrupted
 from test_hooks import HOOKS
 from test_program_counts import python_calls
-from thinwire import (
-    DisagreementError,
-    Work,
-    compress_ddp,
-    functional as F,  # noqa: N812
-)
+from thinwire import DisagreementError, Work, compress_ddp, functional as F  # noqa: N812
 from thinwire.collectives import groups
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.work import new_future
@@ -152,8 +134,7 @@ OWN = "own "  # begins the name of an output that ranks do not share
 
 def on_both(group: Group, run: Callable[..., Outputs], *args: Any) -> tuple[list[str], dict[str, str]]:
     """Where NCCL's bytes are not the CPU's, and digests of the outputs that ranks share."""
-    found = run(on_nccl(group), *args)
-    wanted = run(Place(group, CPU), *args)
+    found, wanted = run(on_nccl(group), *args), run(Place(group, CPU), *args)
     assert list(found) == list(wanted)
     wrong = []
     for name, want in wanted.items():
@@ -252,8 +233,7 @@ def exchanges_of(place: Place, kind: Kind, step: int) -> Calls:
     even, uneven = kind.empty(place, kind.numel * place.world, sum(came))
     parts = kind.empty(place, *came)
     whole = kind.drawn(place, kind.numel * place.world)
-    mixed = kind.drawn(place, sum(sent))
-    single = thinwire.all_to_all_single
+    mixed, single = kind.drawn(place, sum(sent)), thinwire.all_to_all_single
     lists = partial(thinwire.all_to_all, parts, list(kind.drawn(place, sum(sent)).split(sent)), **how)
     return {
         f"{OWN}all_to_all_single": (partial(single, even, whole, **how), [even]),
@@ -323,27 +303,15 @@ def premultiplied(place: Place) -> Outputs:
 
 
 @each_world
-def test_torchs_own_sums_multiply(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, premultiplied)
-
-
-def choose(group: Group) -> list[str]:
-    """Digests of a sum by `auto`, then by each that it chooses from."""
-    place = on_nccl(group)
-    found = []
+@on_ranks()
+def test_auto_is_one_of_the_others(group: Group) -> str:
+    place, found = on_nccl(group), []
     for algorithm in ("auto", *SUMS, "plain"):
         x = Kind("int8", 50_003).drawn(place, 50_003)
         thinwire.all_reduce(x, group=place.group, codec="int8", algorithm=algorithm)
         found.append(digest(x))
-    return found
-
-
-@each_world
-def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(choose)
-    assert len({answer[0] for answer in answers}) == 1
-    for chosen, *others in answers:
-        assert chosen in others
+    assert found[0] in found[1:]
+    return found[0]
 
 
 # --- long messages ----------------------------------------------------------------------------------------------------
@@ -419,10 +387,9 @@ def check_long(
 
 
 @each_world
-@pytest.mark.parametrize("lengths", [LENGTHS])
-def test_long_sums_lose_what_their_roundings_lose(ranks: RankPool, world: int, lengths: Sequence[int]) -> None:
-    check_long(ranks, world, SUMS, lengths, torch.float32)
-    check_long(ranks, world, SUMS, lengths[:2], torch.bfloat16)
+def test_long_sums_lose_what_their_roundings_lose(ranks: RankPool, world: int) -> None:
+    check_long(ranks, world, SUMS, LENGTHS, torch.float32)
+    check_long(ranks, world, SUMS, LENGTHS[:2], torch.bfloat16)
 
 
 @on_worlds(4)
@@ -430,9 +397,11 @@ def test_long_sums_on_a_mesh_round_three_times(ranks: RankPool, world: int) -> N
     check_long(ranks, world, ["hierarchical"], LENGTHS[:2], torch.float32)
 
 
-def long_verbs(group: Group, numel: int) -> dict[str, float]:
+@each_world
+@on_ranks()
+def test_long_copies_lose_one_rounding(group: Group) -> None:
     """Errors of the other verbs. For rank r, others have their numbers rolled on by r."""
-    place = on_nccl(group)
+    numel, place = 1_000_003, on_nccl(group)
     rank, world = place.rank, place.world
     mine = gaussian(place, numel)
     every = mine.new_empty(world, numel)
@@ -455,14 +424,8 @@ def long_verbs(group: Group, numel: int) -> dict[str, float]:
             x = mine.clone()
             thinwire.broadcast(x, source, **how)
             found[f"{codec} broadcast from {source}"] = lost(x, every[source])
-    return found
-
-
-@each_world
-def test_long_copies_lose_one_rounding(ranks: RankPool, world: int) -> None:
-    for answer in ranks(world).run(long_verbs, 1_000_003):
-        for case, error in answer.items():
-            assert 0 < error <= bound(case.split()[0], 1), case
+    for case, error in found.items():
+        assert 0 < error <= bound(case.split()[0], 1), case
 
 
 # --- a mesh -----------------------------------------------------------------------------------------------------------
@@ -472,8 +435,7 @@ PAIRS: tuple[Any, ...] = ("int8", "lloyd4", ("int8", "lloyd2:block=64"), ("none"
 
 def hierarchies(place: Place) -> Outputs:
     """Sums on a mesh with one codec and with two, waited for and not, and by torch itself."""
-    mesh = two_nodes(place)
-    found = {}
+    mesh, found = two_nodes(place), {}
     for codec in PAIRS:
         works = []
         for numel, factor in ((0, "sum"), (3, "avg"), (1511, -2.0), (60_001, "avg")):
@@ -490,11 +452,6 @@ def hierarchies(place: Place) -> Outputs:
     x = Kind("none", 1003, plain=True).drawn(place, 1003)
     thinwire.all_reduce(x, group=mesh, codec="int8", algorithm="plain")
     return found | {"plain": x.cpu()}
-
-
-@on_worlds(4)
-def test_sums_on_a_mesh_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, hierarchies)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -537,8 +494,9 @@ def real(x: Tensor) -> Tensor:
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).cpu()
 
 
-def neighbours(group: Group) -> bool:
-    """Whether what lies around a view is as it was."""
+@each_world
+@on_ranks()
+def test_what_lies_around_a_view_stays(group: Group) -> None:
     place = on_nccl(group)
     room = torch.ones(200, 5, device=place.device)
     thinwire.all_reduce(room[:, 1:3], group=place.group, codec="int8", algorithm="two_phase")
@@ -546,13 +504,8 @@ def neighbours(group: Group) -> bool:
     thinwire.all_reduce(row[1:-3], group=place.group, codec="lloyd4", algorithm="one_shot")
     written = torch.cat((room[:, 1:3].reshape(-1), row[1:-3]))
     around = torch.cat((room[:, [0, 3, 4]].reshape(-1), row[[0, -3, -2, -1]]))
-    return bool((written != 1).all() and (around == 1).all())
-
-
-@each_world
-def test_layouts_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, layouts)
-    assert ranks(world).run(neighbours) == [True] * world
+    assert (written != 1).all()
+    assert (around == 1).all()
 
 
 # --- calls under way --------------------------------------------------------------------------------------------------
@@ -568,8 +521,7 @@ def in_flight(place: Place) -> Outputs:
     for numel in (257, 60_001):
         kinds = [Kind(codec, numel) for codec in ("int8", "lloyd4")]
         calls = [(f"{n}, {kind}", *pair) for kind in kinds for n, pair in calls_of(place, kind, numel).items()]
-        calls = calls[::2] + calls[1::2]
-        under_way = []
+        calls, under_way = calls[::2] + calls[1::2], []
         if place.device.type == "cuda":
             torch.cuda._sleep(LATE)  # the host is ahead of the GPU
         while calls:
@@ -588,14 +540,10 @@ def in_flight(place: Place) -> Outputs:
 
 
 @each_world
-def test_many_calls_under_way_end_in_any_order(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, in_flight)
-
-
-def works(group: Group) -> list[str]:
+@on_ranks(gives=[])
+def test_works_tell_when_they_are_done(group: Group) -> list[str]:
     """What is wrong with the works of asynchronous calls."""
-    place = on_nccl(group)
-    wrong = []
+    place, wrong = on_nccl(group), []
     for kind in (Kind("int8", 1003), Kind("int8", 1003, plain=True)):
         for name, (call, outputs) in calls_of(place, kind).items():
             work = call(async_op=True)
@@ -613,11 +561,6 @@ def works(group: Group) -> list[str]:
     return wrong
 
 
-@each_world
-def test_works_tell_when_they_are_done(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(works) == [[]] * world
-
-
 def by_callback(place: Place) -> Outputs:
     """What a future's callback makes of the outputs."""
     found = {}
@@ -629,15 +572,30 @@ def by_callback(place: Place) -> Outputs:
     return found
 
 
-@each_world
-def test_callbacks_see_the_outputs(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, by_callback)
-
-
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def on_streams(group: Group) -> list[str]:
+@each_world
+@on_ranks(gives=[])
+def test_a_new_thread_makes_a_known_call(group: Group) -> list[str]:
+    """What differs where a known call is the first thing that a thread asks of CUDA."""
+    place, wrong = on_nccl(group), []
+    for algorithm in SUMS:
+        how: Any = {"codec": "lloyd4", "algorithm": algorithm, "step": 1, "group": place.group}
+        want, x = gaussian(place, 5003), gaussian(place, 5003)
+        for _ in range(2):
+            thinwire.all_reduce(want.copy_(x), **how)
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
+        thread.start()
+        thread.join()
+        wrong += [algorithm] * (not torch.equal(x, want))
+    return wrong
+
+
+@each_world
+@on_ranks(gives=[])
+def test_calls_follow_the_streams_they_are_made_on(group: Group) -> list[str]:
     """Calls on the current stream and on another, behind work that takes long, whose results are used at once."""
     place = on_nccl(group)
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -665,37 +623,11 @@ def on_streams(group: Group) -> list[str]:
     return wrong
 
 
-def in_a_new_thread(group: Group) -> list[str]:
-    """What differs where a known call is the first thing that a thread asks of CUDA."""
-    place = on_nccl(group)
-    wrong = []
-    for algorithm in SUMS:
-        how: Any = {"codec": "lloyd4", "algorithm": algorithm, "step": 1, "group": place.group}
-        want, x = gaussian(place, 5003), gaussian(place, 5003)
-        for _ in range(2):
-            thinwire.all_reduce(want.copy_(x), **how)
-        torch.cuda.synchronize()
-        thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
-        thread.start()
-        thread.join()
-        wrong += [algorithm] * (not torch.equal(x, want))
-    return wrong
-
-
 @each_world
-def test_a_new_thread_makes_a_known_call(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(in_a_new_thread) == [[]] * world
-
-
-@each_world
-def test_calls_follow_the_streams_they_are_made_on(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(on_streams) == [[]] * world
-
-
-def without_sync(group: Group) -> list[str]:
+@on_ranks(gives=[])
+def test_no_call_waits_for_the_gpu(group: Group) -> list[str]:
     """Calls that make the host wait once the ranks know them."""
-    place = on_nccl(group)
-    wrong = []
+    place, wrong = on_nccl(group), []
     for kind in (*(Kind(c, 5003) for c in ("none", "int8", "lloyd4")), Kind("int8", 600_007)):
         for async_op in (False, True):
             for call, _ in calls_of(place, kind).values():
@@ -713,14 +645,10 @@ def without_sync(group: Group) -> list[str]:
 
 
 @each_world
-def test_no_call_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(without_sync) == [[]] * world
-
-
-def steps_without_sync(group: Group) -> list[str]:
+@on_ranks(gives=[])
+def test_no_step_of_ddp_waits_for_the_gpu(group: Group) -> list[str]:
     """Kinds of DDP whose steps make the host wait, from the fourth on."""
-    place = on_nccl(group)
-    wrong = []
+    place, wrong = on_nccl(group), []
     kinds: list[Options] = [{"codec": "int8"}, *({"codec": "lloyd2", "feedback": kind} for kind in ("classic", "ef21"))]
     for options in kinds:
         model = wrap(Given(ready=READY), place.group, device=place.device)
@@ -736,11 +664,6 @@ def steps_without_sync(group: Group) -> list[str]:
                 wrong.append(f"{options}, step {step}: {error}")
     torch.cuda.synchronize()
     return wrong
-
-
-@each_world
-def test_no_step_of_ddp_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(steps_without_sync) == [[]] * world
 
 
 # --- what a known call takes ------------------------------------------------------------------------------------------
@@ -820,8 +743,10 @@ def too_much(call: Callable[[], object], launches: int, bare: Counter[str], even
     return [line for line, wrong in told.items() if wrong]
 
 
-def taken(group: Group, kinds: Sequence[Kind]) -> list[str]:
-    """What known calls take that they should not."""
+@each_world
+@on_ranks(gives=[])
+def test_a_known_call_takes_few_launches_and_nothing_else(group: Group) -> list[str]:
+    kinds = [Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003, factor="avg"), Kind("none", 60_001)]
     place = on_nccl(group)
     bare = {name: profiled(call) for name, call in bare_messages(place).items()}
     wrong = []
@@ -840,15 +765,10 @@ def taken(group: Group, kinds: Sequence[Kind]) -> list[str]:
 
 
 @each_world
-def test_a_known_call_takes_few_launches_and_nothing_else(ranks: RankPool, world: int) -> None:
-    kinds = [Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003, factor="avg"), Kind("none", 60_001)]
-    assert ranks(world).run(taken, kinds) == [[]] * world
-
-
-def under_way(group: Group) -> list[str]:
+@on_ranks(gives=[])
+def test_a_group_that_is_destroyed_ends_its_sums(group: Group) -> list[str]:
     """What is lost of long sums whose group is destroyed at once."""
-    place = on_nccl(group)
-    wrong = []
+    place, wrong = on_nccl(group), []
     for algorithm in SUMS:
         how: Any = {"codec": "int8", "algorithm": algorithm, "step": 1}
         x = gaussian(place, 30_000_001)
@@ -860,11 +780,6 @@ def under_way(group: Group) -> list[str]:
         dist.destroy_process_group(member)
         wrong += [algorithm] * (not torch.equal(x, want))
     return wrong
-
-
-@each_world
-def test_a_group_that_is_destroyed_ends_its_sums(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(under_way) == [[]] * world
 
 
 def unchanged(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -981,8 +896,7 @@ def means(
 ) -> Outputs:
     """What DDP makes of a rank's gradients at every step, and what it remembers; at one, rank 1 has NaN and Inf."""
     model = wrap(Given(dtypes=dtypes, ready=ready), place.group, cap, device=place.device)
-    handle = compress_ddp(model, **options)
-    found = {}
+    handle, found = compress_ddp(model, **options), {}
     for step in range(STEPS):
         gradients = dyadic(place.rank, step, dtypes)
         if step == poisoned and place.rank == 1:
@@ -1049,11 +963,6 @@ def accumulated(place: Place) -> Outputs:
     return found
 
 
-@each_world
-def test_accumulated_gradients_have_the_means_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, accumulated)
-
-
 MESH_TRAININGS: list[Options] = [
     {"codec": "int8"},
     {"codec": "lloyd4", "inside": "int8"},
@@ -1064,11 +973,6 @@ MESH_TRAININGS: list[Options] = [
 
 def mesh_trainings(place: Place) -> Outputs:
     return trainings(place, MESH_TRAININGS, mesh=two_nodes(place))
-
-
-@on_worlds(4)
-def test_ddp_on_a_mesh_has_the_means_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, mesh_trainings)
 
 
 INTERRUPTED: list[Options] = [
@@ -1098,14 +1002,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 def learned(group: Group, codecs: Sequence[str | None]) -> list[tuple[bool, list[float]]]:
     """Whether the ranks' parameters are the same after training, and this rank's losses, for each codec."""
-    place = on_nccl(group)
-    found = []
+    place, found = on_nccl(group), []
     for codec in codecs:
         model = wrap(network(norm=True), place.group, device=place.device)
         if codec is not None:
             compress_ddp(model, codec, replan_every=10)
         losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), place.rank, range(40))
-        found.append((same_everywhere(group, *(p.data for p in model.parameters())), losses))
+        found.append((replicas.same_everywhere(group, *(p.data for p in model.parameters())), losses))
     return found
 
 
@@ -1128,11 +1031,6 @@ def hooked(place: Place) -> Outputs:
         for step in range(3):
             found[f"{name}, step {step}"] = flat(backward(model, dyadic(place.rank, step, per_unit=8)))
     return found
-
-
-@each_world
-def test_hooks_have_the_means_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, hooked)
 
 
 # --- compiled functions -----------------------------------------------------------------------------------------------
@@ -1174,6 +1072,16 @@ def compiled(place: Place) -> Outputs:
     return found
 
 
+RUNS = (premultiplied, layouts, in_flight, by_callback, accumulated, hooked, compiled)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 @each_world
-def test_compiled_functions_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, compiled)
+def test_runs_have_the_bytes_of_the_cpu(ranks: RankPool, world: int, run: Callable[..., Outputs]) -> None:
+    check_both(ranks, world, run)
+
+
+@pytest.mark.parametrize("run", [hierarchies, mesh_trainings], ids=lambda run: run.__name__)
+@on_worlds(4)
+def test_runs_on_a_mesh_have_the_bytes_of_the_cpu(ranks: RankPool, world: int, run: Callable[..., Outputs]) -> None:
+    check_both(ranks, world, run)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import cases
-from cases import generated, seeded
+from cases import generated, over, seeded
 from thinwire import BlockInt, ByName, Cast, Codec, CodecError, DDPState, Identity, Lloyd, codec as make, compress_ddp
 from thinwire.feedback import Piece
 from thinwire.integrations import choice
@@ -38,33 +38,13 @@ THIN = Size(torch.Size((64,)), 64, FP32)
 
 @pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
 def test_a_codec_string_is_a_codec(spec: str) -> None:
-    assert parse(spec) == make(spec)
-    assert parse(make(spec)) == make(spec)
+    assert parse(spec) == parse(make(spec)) == make(spec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "bits"), [("auto:2.5", 2.5), (" auto:8 ", 8.0), ("auto:1.1", 1.1), ("auto: 8.2", 8.2)]
-)
-def test_a_budget_is_a_budget(spec: str, bits: float) -> None:
-    assert parse(spec) == Auto(bits)
-    assert parse(str(parse(spec))) == Auto(bits)
-
-
-def test_auto_is_a_trial() -> None:
-    assert parse("auto") == parse(" auto ") == Auto()
-    assert str(Auto()) == "auto"
-
-
-@pytest.mark.parametrize("spec", ["auto:", "auto:x", "auto:1", "auto:0", "auto:9", "auto:-2", "auto:nan", "auto:inf"])
-def test_budgets_beyond_the_codecs_are_refused(spec: str) -> None:
-    with pytest.raises(CodecError, match=r"expected bits per element from 1.1 to 8.2, such as 'auto:2.5'"):
-        parse(spec)
-
-
-@pytest.mark.parametrize("spec", [3, None, ["int8"], "int9", "automatic", {"a": 1}])
-def test_what_names_no_codec_is_refused(spec: object) -> None:
-    with pytest.raises(CodecError):
-        parse(spec)
+@over("spec", ["auto:2.5", " auto:8 ", "auto:1.1", "auto: 8.2", "auto", " auto "])
+def test_auto_is_a_trial_or_a_budget(spec: str) -> None:
+    bits = spec.partition(":")[2]
+    assert parse(spec) == parse(str(parse(spec))) == (Auto(float(bits)) if bits else Auto())
 
 
 @generated(60)
@@ -85,31 +65,9 @@ def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> 
 def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
     schedule = Schedule("lloyd2", 5)
     assert [schedule.at(step) for step in (0, 4, 5, 99)] == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
-    assert str(schedule) == "{0: none, 5: lloyd2}"
-    assert str(Schedule("lloyd2", 0)) == "lloyd2"
+    assert (str(schedule), str(Schedule("lloyd2", 0))) == ("{0: none, 5: lloyd2}", "lloyd2")
     assert str(Schedule({3: "auto:2.5"}, 0)) == "{3: auto:2.5}"
     assert str(Schedule({0: "int8"}, 0)) == "int8"
-
-
-@pytest.mark.parametrize(
-    ("spec", "warmup", "says"),
-    [
-        ("int8", -1, "warmup_steps must be an integer, 0 or more, got -1"),
-        ("int8", 1.5, "warmup_steps must be an integer, 0 or more, got 1.5"),
-        ("int8", True, "warmup_steps must be an integer"),
-        ({0: "int8"}, 3, "exclude each other: write {0: 'none', N: ...}"),
-        ({}, 0, "a schedule maps steps, 0 or more, to codecs"),
-        ({-1: "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
-        ({"0": "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
-        ({0.5: "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
-        ({0: "int77"}, 0, "unknown codec 'int77'"),
-        ({0: {0: "int8"}}, 0, "expected a codec or a string"),
-    ],
-)
-def test_schedules_that_are_none_are_refused(spec: Any, warmup: Any, says: str) -> None:
-    with pytest.raises(CodecError) as raised:
-        Schedule(spec, warmup)
-    assert says in str(raised.value)
 
 
 # --- rules and exemptions ---------------------------------------------------------------------------------------------
@@ -126,21 +84,16 @@ def codecs_of(rules: Rules, base: str | Codec = "lloyd2", dtype: torch.dtype = F
 
 
 def test_small_ones_are_exempt_by_themselves() -> None:
-    """Of one dimension, or of fewer than 1024 elements: 31 x 33 is one short."""
+    """Of one dimension, or of fewer than 1024 elements: 31 x 33 is one short. fp16 keeps its digits."""
     got = codecs_of(Rules("auto", None))
     assert {name for name, chosen in got.items() if chosen == "bf16"} == SMALL
     assert {got[name] for name in set(SHAPES) - SMALL} == {"lloyd2"}
     assert 31 * 33 == options.TINY - 1 == 8 * 8 * 16 - 1
-
-
-def test_fp16_keeps_its_digits_and_everything_else_its_range() -> None:
     for dtype, want in ((torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "bf16"), (FP32, "bf16")):
         assert codecs_of(Rules("auto", None), dtype=dtype)["fc.bias"] == want
-
-
-def test_no_exemptions() -> None:
-    assert set(codecs_of(Rules("none", None)).values()) == {"lloyd2"}
-    assert set(codecs_of(Rules([], None)).values()) == {"lloyd2"}
+    for none in ("none", []):
+        assert set(codecs_of(Rules(none, None)).values()) == {"lloyd2"}
+    assert set(codecs_of(Rules("auto", {"*": "int8"}), "none").values()) == {"none"}, "such a step asks no rule"
 
 
 def test_exemptions_by_pattern_and_by_function() -> None:
@@ -162,8 +115,7 @@ def test_rules_come_before_exemptions_and_a_star_after() -> None:
     assert got["scalar"] == got["short"] == got["empty"] == "bf16"
     assert got["cube"] == "lloyd4"
     without = codecs_of(Rules("auto", {"fc.*": "int8"}), "int5")
-    assert without["cube"] == "int5"
-    assert without["scalar"] == "bf16"
+    assert (without["cube"], without["scalar"]) == ("int5", "bf16")
 
 
 def test_fixed_is_what_leaves_no_choice() -> None:
@@ -173,10 +125,10 @@ def test_fixed_is_what_leaves_no_choice() -> None:
     assert fixed["fc.bias"] == BlockInt(8)
     everything = Rules("auto", {"*": "int8"})
     assert all(everything.fixed(name, shape, FP32) is not None for name, shape in SHAPES.items())
-
-
-def test_steps_that_compress_nothing_ask_no_rule() -> None:
-    assert set(codecs_of(Rules("auto", {"*": "int8"}), "none").values()) == {"none"}
+    by_name: list[tuple[Any, Any]] = [("auto", {"a": "int8"}), (["a"], None)]
+    others: list[tuple[Any, Any]] = [("auto", None), ("none", {"*": "int8"}), ("auto", {}), ([], None)]
+    assert all(Rules(*one).by_name for one in by_name), "which need to know the names of parameters"
+    assert not any(Rules(*one).by_name for one in others)
 
 
 def test_codecs_made_of_codecs_are_asked_for_theirs() -> None:
@@ -184,39 +136,6 @@ def test_codecs_made_of_codecs_are_asked_for_theirs() -> None:
         Rules("none", {"fc.*": "bysize(small=int8; large=int4; min_numel=100)"}), ByName({"c*": "int6", "*": "bf16"})
     )
     assert (got["fc.bias"], got["fc.weight"], got["cube"], got["embed.weight"]) == ("int8", "int4", "int6", "bf16")
-
-
-@pytest.mark.parametrize(
-    ("exempt", "rules", "by_name"),
-    [
-        ("auto", None, False),
-        ("none", {"*": "int8"}, False),
-        ("auto", {}, False),
-        ("auto", {"a": "int8"}, True),
-        (["a"], None, True),
-        ([], None, False),
-    ],
-)
-def test_rules_say_whether_they_need_names(exempt: Any, rules: Any, by_name: bool) -> None:
-    assert Rules(exempt, rules).by_name is by_name
-
-
-@pytest.mark.parametrize("exempt", ["bias", "*.bias", 5, None, [1], ["a", None], [b"a"]])
-def test_exemptions_that_are_none_are_refused(exempt: Any) -> None:
-    with pytest.raises(CodecError, match=r"exempt must be 'auto', 'none', a list of name patterns or a function, got"):
-        Rules(exempt, None)
-
-
-NO_MAPPING = r"policy maps patterns of names to codecs, e.g. {'\*.embed\*': 'int8'}: got"
-POLICIES: list[Any] = [{"a": "int99"}, {"a": 8}, {1: "int8"}, {"": "int8"}, {"a=b": "int8"}, {"*": "int8", "a": "int4"}]
-
-
-@pytest.mark.parametrize(
-    ("rules", "says"), [(["int8"], NO_MAPPING), ("int8", NO_MAPPING), *((rules, None) for rules in POLICIES)]
-)
-def test_policies_that_are_none_are_refused(rules: Any, says: str | None) -> None:
-    with pytest.raises(CodecError, match=says):
-        Rules("auto", rules)
 
 
 # --- feedback ---------------------------------------------------------------------------------------------------------
@@ -227,68 +146,77 @@ BITS = {
 }  # fmt: skip
 
 
-def test_bits_of_every_codec() -> None:
-    assert {name: choice.bits_of(make(name)) for name in BITS} == BITS
-
-
-@pytest.mark.parametrize("name", BITS)
-def test_automatic_feedback(name: str) -> None:
+@over("name", BITS)
+def test_feedback_by_codec_and_optimizer(name: str) -> None:
     chosen, bits = make(name), BITS[name]
+    assert choice.bits_of(chosen) == bits
     assert choice.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
     assert choice.feedback_of("auto", chosen, "muon") == choice.feedback_of("auto", chosen, "linear")
     assert choice.feedback_of("auto", chosen, "adaptive") == ("ef21" if name == "topk" else "")
     assert choice.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
     assert choice.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
-
-
-@pytest.mark.parametrize("name", BITS)
-@pytest.mark.parametrize("family", [None, "linear", "adaptive"])
-def test_feedback_that_was_asked_for_is_given_but_to_what_is_exact(name: str, family: str | None) -> None:
-    for asked in ("classic", "ef21"):
-        assert choice.feedback_of(asked, make(name), family) == ("" if BITS[name] >= 16 else asked)
-    assert choice.feedback_of("none", make(name), family) == ""
+    for family, asked in itertools.product((None, "linear", "adaptive"), ("classic", "ef21")):
+        assert choice.feedback_of(asked, chosen, family) == ("" if bits >= 16 else asked), "but to what is exact"
+        assert choice.feedback_of("none", chosen, family) == ""
 
 
 OTHERS = {"SGD": "linear", "ASGD": "linear", "Muon": "muon"}
 
 
-def optimisers() -> list[type[torch.optim.Optimizer]]:
+def optimizers() -> list[type[torch.optim.Optimizer]]:
     found = [value for value in vars(torch.optim).values() if isinstance(value, type)]
     return [kind for kind in found if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
 
 
-@pytest.mark.parametrize("kind", optimisers(), ids=lambda kind: kind.__name__)
-def test_the_family_of_every_optimiser_of_torch(kind: Any) -> None:
-    optimizer = kind.__new__(kind)  # some need much to be made, and the kind alone decides
-    assert options.family(optimizer) == OTHERS.get(kind.__name__, "adaptive")
-
-    class Mine(kind):  # type: ignore[misc]
-        pass
-
-    assert options.family(Mine.__new__(Mine)) == options.family(optimizer)
-
-
-def test_all_optimisers_were_met() -> None:
+def test_the_family_of_every_optimizer_of_torch() -> None:
     known = {"Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor", "LBFGS"}
-    assert {kind.__name__ for kind in optimisers()} >= set(OTHERS) | known
+    assert {kind.__name__ for kind in optimizers()} >= set(OTHERS) | known
+    for kind in optimizers():  # some need much to be made, and the kind alone decides
+        mine = type("Mine", (kind,), {})
+        for made in (kind.__new__(kind), mine.__new__(mine)):
+            assert options.family(made) == OTHERS.get(kind.__name__, "adaptive"), kind
     assert options.family(object()) == "adaptive", "what is not known may be Adam's kin"
 
 
 def test_feedback_and_its_memory_go_together() -> None:
     for feedback, dtype in itertools.product(options.FEEDBACKS, (torch.float32, torch.bfloat16)):
-        if feedback == "ef21" and dtype != torch.float32:
-            with pytest.raises(CodecError, match="residual_dtype must be float32, got"):
-                DDPOptions(feedback=feedback, residual_dtype=dtype)
-        else:
+        if (feedback, dtype) != ("ef21", torch.bfloat16):
             DDPOptions(feedback=feedback, residual_dtype=dtype)
-    with pytest.raises(CodecError, match=r"residuals are kept as float32 or bfloat16, got torch\.int8"):
-        DDPOptions(residual_dtype=torch.int8)
 
 
-@pytest.mark.parametrize("feedback", ["", "Classic", "ef", None, 1, ["classic"]])
-def test_feedbacks_that_are_none_are_refused(feedback: Any) -> None:
-    with pytest.raises(CodecError, match="feedback must be one of auto, none, classic, ef21, got"):
-        DDPOptions(feedback=feedback)
+NO_STEPS = "a schedule maps steps, 0 or more, to codecs"
+NO_EXEMPTION = "exempt must be 'auto', 'none', a list of name patterns or a function, got"
+NO_POLICY = "policy maps patterns of names to codecs, e.g. {'*.embed*': 'int8'}: got"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"codec": f"auto:{bits}"}, "expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
+      for bits in ("", "x", "1", "0", "9", "-2", "nan", "inf")),
+    *(({"codec": codec}, "") for codec in (3, None, ["int8"], "int9", "automatic", {"a": 1})),
+    *(({"warmup_steps": n}, f"warmup_steps must be an integer, 0 or more, got {n}") for n in (-1, 1.5, True)),
+    ({"codec": {0: "int8"}, "warmup_steps": 3}, "exclude each other: write {0: 'none', N: ...}"),
+    *(({"codec": steps}, NO_STEPS) for steps in ({}, {-1: "int8"}, {"0": "int8"}, {0.5: "int8"})),
+    ({"codec": {0: "int77"}}, "unknown codec 'int77'"),
+    ({"codec": {0: {0: "int8"}}}, "expected a codec or a string"),
+    *(({"exempt": exempt}, NO_EXEMPTION) for exempt in ("bias", "*.bias", 5, None, [1], ["a", None], [b"a"])),
+    *(({"policy": policy}, NO_POLICY) for policy in (["int8"], "int8")),
+    *(({"policy": policy}, "") for policy in ({"a": "int99"}, {"a": 8}, {1: "int8"}, {"": "int8"}, {"a=b": "int8"})),
+    ({"policy": {"*": "int8", "a": "int4"}}, ""),
+    *(({"feedback": feedback}, "feedback must be one of auto, none, classic, ef21, got")
+      for feedback in ("", "Classic", "ef", None, 1, ["classic"])),
+    ({"feedback": "ef21", "residual_dtype": torch.bfloat16}, "residual_dtype must be float32, got"),
+    ({"residual_dtype": torch.int8}, "residuals are kept as float32 or bfloat16, got torch.int8"),
+    *(({"optimizer": one}, "optimizer must be") for one in ("adam", 3, nn.Linear(1, 1), torch.optim.SGD)),
+    *(({"error_budget": budget}, "error_budget must be") for budget in (0, -1.0, math.nan, "0.1")),
+    ({"replan_every": 0}, "replan_every must be a number of steps, got 0"),
+    ({"replan_every": 2.0}, "replan_every must be a number of steps"),
+    ({"measure_every": -1}, "measure_every must be a number of steps, got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "says"), REFUSED)
+def test_options_that_are_none_are_refused(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(CodecError) as raised:
+        decisions(**asked)
+    assert says in str(raised.value)
 
 
 @pytest.mark.parametrize("chosen", cases.ONE_OF_EACH + cases.LLOYDS, ids=str)
@@ -309,38 +237,29 @@ def test_leaves_are_what_may_be_picked() -> None:
 # --- codec="auto" -----------------------------------------------------------------------------------------------------
 
 
-def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006, 0.1), budget: float = 0.15) -> Codec:
-    return auto.decide([*seconds, *errors, 0, 0, 0, 0], budget)[0]
+def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006, 0.1), budget: float = 0.15) -> str:
+    return str(auto.decide([*seconds, *errors, 0, 0, 0, 0], budget)[0])
 
 
 @pytest.mark.parametrize(
     ("seconds", "want"),
     [
-        ((1, 0.5, 0.25, 0.125), "lloyd4"),
-        ((1, 0.5, 0.25, 0.26), "int8"),
-        ((1, 0.5, 0.6, 0.7), "bf16"),
-        ((1, 1.2, 1.1, 1.01), "none"),
-        ((1, 1, 1, 1), "none"),
+        *(((1, 0.5, 0.25, 0.125), "lloyd4"), ((1, 0.5, 0.25, 0.26), "int8"), ((1, 0.5, 0.6, 0.7), "bf16")),
+        *(((1, 1.2, 1.1, 1.01), "none"), ((1, 1, 1, 1), "none"), ((1, 2, 2, 0.9), "lloyd4"), ((0, 0, 0, 0), "none")),
         ((1, 0.98, 0.975, 0.971), "none"),  # noise
         ((1, 0.98, 0.96, 0.94), "int8"),  # the last gains too little over int8
-        ((1, 2, 2, 0.9), "lloyd4"),
-        ((0, 0, 0, 0), "none"),
     ],
 )
 def test_the_fastest_that_gains_enough_is_chosen(seconds: tuple[float, ...], want: str) -> None:
-    assert str(decided(seconds)) == want
+    assert decided(seconds) == want
 
 
-@pytest.mark.parametrize(
-    ("budget", "want"), [(0.15, "lloyd4"), (0.1, "lloyd4"), (0.09, "int8"), (0.003, "bf16"), (1e-9, "none")]
-)
-def test_nothing_over_the_error_budget_is_chosen(budget: float, want: str) -> None:
-    assert str(decided((1, 0.5, 0.25, 0.125), budget=budget)) == want
-
-
-def test_an_error_that_is_not_known_is_over_the_budget() -> None:
-    assert str(decided((1, 0.5, 0.25, 0.125), (0, 0, 0, math.nan))) == "int8"
-    assert str(decided((1, 0.5, 0.25, 0.125), (0, math.inf, math.nan, math.inf))) == "none"
+def test_nothing_over_the_error_budget_is_chosen() -> None:
+    fast = (1, 0.5, 0.25, 0.125)
+    for budget, want in ((0.15, "lloyd4"), (0.1, "lloyd4"), (0.09, "int8"), (0.003, "bf16"), (1e-9, "none")):
+        assert decided(fast, budget=budget) == want, budget
+    assert decided(fast, (0, 0, 0, math.nan)) == "int8", "an error that is not known is over the budget"
+    assert decided(fast, (0, math.inf, math.nan, math.inf)) == "none"
 
 
 @generated(80)
@@ -363,15 +282,8 @@ def test_the_choice_is_inside_the_budget_and_no_slower_than_nothing(
 
 def test_the_reason_names_every_candidate_its_time_and_its_error() -> None:
     _, why = auto.decide([0.1, 0.05, 0.02, 0.01, 0, 0.002, 0.006, 0.31, 0, 0, 0, 0], 0.15)
-    for part in (
-        "int8; ",
-        "uncompressed 100 ms",
-        "bf16 50 ms",
-        "int8 20 ms",
-        "lloyd4 10 ms (error 0.31 over the budget)",
-        "0.15",
-    ):
-        assert part in why, why
+    parts = ("int8; ", "uncompressed 100 ms", "bf16 50 ms", "int8 20 ms", "lloyd4 10 ms (error 0.31 over the budget)")
+    assert [part for part in (*parts, "0.15") if part not in why] == []
 
 
 def test_a_race_gives_every_candidate_its_turns() -> None:
@@ -393,12 +305,17 @@ def test_a_race_takes_the_median_and_only_measured_errors() -> None:
         race.ended(50.0 if step % 9 == 5 else 1.0, 0.5 if race.turn == 1 and race.measures_error else None)
         step += 1
     assert race.result()[:8] == [1, 1, 1, 1, 0, 0.5, math.inf, math.inf]
+    race = Race()  # what it cannot measure it measures later: a GradScaler's first steps are not finite
+    while not race.over:
+        race.ended(1.0 - 0.1 * race.turn, None if race.steps < SETTLE_STEPS + 6 else 0.01)
+    assert race.result()[4:8] == [0, 0.01, 0.01, 0.01]
+    assert [len(times) for times in race.times.values()] == [ROUNDS - 1] * len(CANDIDATES)
 
 
 def test_a_codec_that_is_faster_by_chance_is_not_chosen() -> None:
-    """A machine whose steps take 1 or 2 s as it likes: the median says nothing, the rounds do."""
-    assert str(auto.decide([2, 2, 1, 2, 0, 0, 0, 0, 0, 3, 2, 2], 0.15)[0]) == "none"
-    assert str(auto.decide([2, 2, 1, 2, 0, 0, 0, 0, 0, 3, auto.MAY_LOSE, 2], 0.15)[0]) == "int8"
+    """On a machine whose steps take 1 or 2 s at random, the median says nothing, the rounds do."""
+    for lost, want in ((2, "none"), (auto.MAY_LOSE, "int8")):
+        assert str(auto.decide([2, 2, 1, 2, 0, 0, 0, 0, 0, 3, lost, 2], 0.15)[0]) == want
     race = Race()
     for plain, eight in ((9, 9), (9, 9), (1, 2), (2, 1), (1, 2), (2, 1), (2, 1), (1, 2)):
         for seconds in (plain,) if race.steps < SETTLE_STEPS else (plain, 3, eight, 3):
@@ -434,8 +351,7 @@ layers_of = st.lists(
 def test_widths_lose_less_the_more_bits_they_have() -> None:
     sizes = [width.wire_bytes(1 << 20) for width, _ in WIDTHS]
     losses = [loss for _, loss in WIDTHS]
-    assert sizes == sorted(sizes)
-    assert losses == sorted(losses, reverse=True)
+    assert (sizes, losses) == (sorted(sizes), sorted(losses, reverse=True))
     drops = [
         (a - b) / (m - n) for (a, b), (n, m) in zip(itertools.pairwise(losses), itertools.pairwise(sizes), strict=True)
     ]
@@ -524,18 +440,14 @@ def test_the_codec_in_which_an_error_was_measured_is_taken_into_account() -> Non
 
 def test_a_budget_that_is_impossible_says_what_is_needed() -> None:
     with pytest.raises(
-        CodecError, match=r"a budget of 1.2 bits per element is not enough: this model needs (\S+)"
+        CodecError, match=r"a budget of 1.2 bits per element is not enough: this model needs "
     ) as raised:
         deal_bits([layer("p", 4096, 1.0)], 4000, 2000, 1.2)
     least = float(str(raised.value).rsplit(" ", 1)[1])
     assert deal_bits([layer("p", 4096, 1.0)], 4000, 2000, least + 0.01) == {"p": Lloyd(1)}
-
-
-def test_nothing_to_choose_is_no_error_inside_the_budget() -> None:
-    assert deal_bits([], 100, 800, 1.1) == {}
-    assert deal_bits([], 0, 0, 2) == {}
     with pytest.raises(CodecError, match="this model needs 16"):
         deal_bits([], 1600, 800, 2.5)
+    assert deal_bits([], 100, 800, 1.1) == deal_bits([], 0, 0, 2) == {}, "nothing to choose is no error"
 
 
 def test_layers_without_error_still_get_a_width() -> None:
@@ -543,9 +455,6 @@ def test_layers_without_error_still_get_a_width() -> None:
     chosen = deal_bits(layers, 0, 0, 2.5)
     assert bytes_of(layers, chosen) <= 2.5 / 8 * 10_000
     assert chosen["b"] != Lloyd(1)
-
-
-def test_widths_are_told_by_count() -> None:
     assert auto.counted({"a": Lloyd(2), "b": BlockInt(8), "c": Lloyd(2)}) == "1 x int8, 2 x lloyd2"
     assert auto.counted({}) == ""
 
@@ -611,6 +520,9 @@ DECIDED: list[tuple[Policy, int, dict[str, Any], tuple[str, str, bool]]] = [
     (policy_of("auto"), 99, {"fastest": Lloyd(4)}, ("lloyd4", "", False)),
     (policy_of("auto:2.5"), 0, {"family": "linear"}, ("lloyd2", "classic", False)),
     (policy_of("auto:2.5"), 7, {"family": "linear", "widths": {"w": BlockInt(8)}}, ("int8", "classic", False)),
+    (policy_of("lloyd3"), 9, {"family": "linear"}, ("lloyd3", "classic", False)),
+    (policy_of("auto:2.5"), 0, {"family": "adaptive"}, ("lloyd2", "", False)),
+    (policy_of("auto:4"), 0, {"family": "adaptive"}, (str(auto.start_width(4)), "", False)),
     (policy_of("auto:5"), 7, {"family": "linear", "widths": {"w": Lloyd(1)}}, ("lloyd1", "", False)),
 ]
 
@@ -656,46 +568,11 @@ def travels(made: Chooser, size: Size = WIDE, name: str = "p") -> tuple[str, str
     return str(spec.codec), spec.feedback
 
 
-def test_a_parameter_has_its_codec_and_its_feedback() -> None:
-    made = decisions("lloyd2", policy={"head*": "int8", "tail*": "lloyd1"})
-    begin(made, 0)
-    assert travels(made) == ("lloyd2", "classic")
-    assert travels(made, THIN) == ("bf16", "")
-    assert travels(made, WIDE, "head.weight") == ("int8", "")
-    assert travels(made, THIN, "tail.bias") == ("lloyd1", "classic")
-
-
-@pytest.mark.parametrize(
-    ("codec", "optimizer", "want"),
-    [
-        ("lloyd3", "linear", "classic"),
-        ("auto:2.5", "linear", "classic"),
-        ("auto:2.5", "adaptive", ""),
-        ("auto:3.9", "adaptive", ""),
-        ("auto:4", "adaptive", ""),
-    ],
-)
-def test_feedback_by_codec_and_optimiser(codec: str, optimizer: str, want: str) -> None:
-    made = decisions(codec, optimizer=optimizer)
-    begin(made, 0)
-    assert travels(made)[1] == want
-
-
-def test_all_widths_of_a_budget_share_one_feedback() -> None:
-    made = decisions("auto:2.5", optimizer="linear")
-    begin(made, 0)
-    widths = {f"p{i}": width for i, (width, _) in enumerate(WIDTHS)}
-    made.agreed = dataclasses.replace(made.agreed, widths=widths)
-    assert {travels(made, WIDE, name)[1] for name in widths} == {"classic"}
-    assert travels(made, THIN, "b") == ("bf16", "")
-
-
 def test_int8_travels_until_the_optimiser_is_known() -> None:
     parameter = nn.Parameter(torch.ones(3))
     made = decisions("lloyd2", optimizer=None, names={"p": parameter})
     begin(made, 0)
-    assert travels(made, THIN) == ("bf16", "")
-    assert travels(made) == ("int8", "")
+    assert (travels(made, THIN), travels(made)) == (("bf16", ""), ("int8", ""))
     stranger = nn.Parameter(torch.ones(3))
     stranger.grad, parameter.grad = torch.ones(3), torch.ones(3)
     torch.optim.SGD([stranger]).step()
@@ -725,15 +602,6 @@ def test_every_parameter_waits_for_its_optimiser() -> None:
     assert decisions("lloyd2", optimizer=both[1:]).agreed.family == "adaptive"
 
 
-def test_what_a_race_cannot_measure_it_measures_later() -> None:
-    """A GradScaler's first steps are not finite."""
-    race = Race()
-    while not race.over:
-        race.ended(1.0 - 0.1 * race.turn, None if race.steps < SETTLE_STEPS + 6 else 0.01)
-    assert race.result()[4:8] == [0, 0.01, 0.01, 0.01]
-    assert [len(times) for times in race.times.values()] == [ROUNDS - 1] * len(CANDIDATES)
-
-
 def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
     made = decisions({0: "auto:2.5", 30: "auto:6"}, replan_every=20, measure_every=5)
     seen = []
@@ -745,12 +613,14 @@ def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
 
 
 def test_a_race_that_a_schedule_leaves_is_over() -> None:
-    made = decisions({0: "auto", 5: "lloyd4"}, measure_every=10)
+    made, settings = decisions({0: "auto", 5: "lloyd4"}, measure_every=10), []
     for step in range(12):
         begin(made, step)
         travels(made)
+        settings.append(made.setting)
         assert (made.race is not None) == (step < 5)
         assert made.measuring == (step in (5, 10) if step >= 5 else made.measuring)  # what begins is measured
+    assert [a == b for a, b in itertools.pairwise(settings)][4:] == [False] + [True] * 6, "any other codec is another"
 
 
 def test_nobody_waits_for_an_optimiser_for_ever() -> None:
@@ -793,29 +663,6 @@ def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
     made.clear()
     gc.collect()
     assert len(hooks) == begun, "what looked goes with the decisions"
-
-
-@pytest.mark.parametrize("optimizer", ["adam", 3, nn.Linear(1, 1), torch.optim.SGD])
-def test_optimisers_that_are_none_are_refused(optimizer: Any) -> None:
-    with pytest.raises(CodecError, match="optimizer must be"):
-        decisions(optimizer=optimizer)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("error_budget", 0, "error_budget must be"),
-        ("error_budget", -1.0, "error_budget must be"),
-        ("error_budget", math.nan, "error_budget must be"),
-        ("error_budget", "0.1", "error_budget must be"),
-        ("replan_every", 0, "replan_every must be a number of steps, got 0"),
-        ("replan_every", 2.0, "replan_every must be a number of steps"),
-        ("measure_every", -1, "measure_every must be a number of steps, got -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(option: str, value: Any, says: str) -> None:
-    with pytest.raises(CodecError, match=says):
-        decisions(**{option: value})
 
 
 def test_measure_every_and_never() -> None:
@@ -898,15 +745,6 @@ def test_errors_of_another_codec_deal_no_bits(before: str) -> None:
     assert made.measuring
 
 
-def test_decisions_change_their_setting_when_any_codec_changes() -> None:
-    made = decisions({0: "none", 2: "lloyd2", 4: "lloyd1"})
-    settings_seen = []
-    for step in range(6):
-        begin(made, step)
-        settings_seen.append(made.setting)
-    assert [a == b for a, b in itertools.pairwise(settings_seen)] == [True, False, True, False, True]
-
-
 @pytest.mark.parametrize("codec", ["lloyd2", "auto", "auto:2.5"])
 def test_decisions_go_on_from_a_checkpoint(codec: str) -> None:
     first = decisions(codec, optimizer="adaptive")
@@ -930,8 +768,7 @@ def test_decisions_go_on_from_a_checkpoint(codec: str) -> None:
 def test_what_will_be_remembered_is_known_before_it_begins() -> None:
     made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="linear")
     made.sizes.update({"w": WIDE, "b": THIN})
-    assert made.remembered() == {"w": (4096, "classic")}
-    assert decisions("int8").remembered() == {}
+    assert (made.remembered(), decisions("int8").remembered()) == ({"w": (4096, "classic")}, {})
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -944,8 +781,7 @@ def stats(**values: Any) -> Stats:
 
 def test_ratio_and_bytes_saved() -> None:
     assert stats(bytes_sent=25, bytes_plain=100).ratio == 4
-    assert stats(bytes_sent=25, bytes_plain=100).bytes_saved == 75
-    assert stats().ratio == 1
+    assert (stats(bytes_sent=25, bytes_plain=100).bytes_saved, stats().ratio) == (75, 1)
     assert stats(bytes_sent=30, bytes_plain=10).bytes_saved == -20
 
 
@@ -984,26 +820,17 @@ def wire_seconds(stages: Sequence[Stage]) -> Tally:
     return tally
 
 
-def test_times_of_one_chunk() -> None:
-    tally = wire_seconds([(0, 0.0, 1.0), (1, 4.0, 4.5), (-1, 10.0, 12.0)])
-    assert (tally.seconds["encode_s"], tally.seconds["reduce_s"], tally.seconds["decode_s"]) == (1.0, 0.5, 2.0)
-    assert tally.seconds["wire_s"] == 10.0 - 1.0 - 0.5
-
-
-def test_the_wire_takes_no_time_that_was_work() -> None:
-    """Two chunks under way: between the first message and the last lies a second encoding and a first decoding."""
-    tally = wire_seconds([(0, 0.0, 1.0), (0, 1.0, 2.0), (-1, 3.0, 4.0), (-1, 5.0, 6.0)])
-    assert (tally.seconds["encode_s"], tally.seconds["decode_s"]) == (2.0, 2.0)
-    assert tally.seconds["wire_s"] == (5.0 - 1.0) - 1.0 - 1.0
-
-
 def test_times_of_buckets_add_up() -> None:
+    """The wire takes no time that was work, such as a second encoding between the first message and the last."""
+    names = ("encode_s", "reduce_s", "decode_s", "wire_s")
+    tally = wire_seconds([(0, 0.0, 1.0), (1, 4.0, 4.5), (-1, 10.0, 12.0)])
+    assert [tally.seconds[name] for name in names] == [1.0, 0.5, 2.0, 10.0 - 1.0 - 0.5]
+    tally = wire_seconds([(0, 0.0, 1.0), (0, 1.0, 2.0), (-1, 3.0, 4.0), (-1, 5.0, 6.0)])  # two chunks under way
+    assert [tally.seconds[name] for name in names] == [2.0, 0.0, 2.0, (5.0 - 1.0) - 1.0 - 1.0]
     tally = Tally()
-    for _ in range(3):
-        tally.worked([(0, 0.0, 1.0), (-1, 3.0, 4.0)])
-    assert (tally.seconds["encode_s"], tally.seconds["decode_s"], tally.seconds["wire_s"]) == (3.0, 3.0, 6.0)
-    tally.worked([])  # a bucket that never began
-    assert tally.seconds["wire_s"] == 6.0
+    for stages in (*[[(0, 0.0, 1.0), (-1, 3.0, 4.0)]] * 3, []):  # the last bucket never began
+        tally.worked(stages)
+    assert [tally.seconds[name] for name in names] == [3.0, 0.0, 3.0, 6.0]
 
 
 @generated(40)
@@ -1071,14 +898,9 @@ def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
     assert errors.end_step() == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@over("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
-    x = torch.randn(2000, generator=seeded(5)).to(dtype)
-    (watch,) = measured(StepErrors(), (Lloyd(4), x))
-    assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)
-
-
-def test_squares_of_small_numbers_are_not_lost() -> None:
-    """Gradients of 1e-30: their squares are zero in fp32."""
-    (watch,) = measured(StepErrors(), (Lloyd(4), torch.randn(2000, generator=seeded(5)) * 1e-30))
-    assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)
+    """The squares of 1e-30 are zero in fp32."""
+    for size in (1.0, 1e-30) if dtype == torch.float32 else (1.0,):
+        (watch,) = measured(StepErrors(), (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * size).to(dtype)))
+        assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)

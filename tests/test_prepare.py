@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import each_device, no_host_sync, seeded, worlds
+from cases import each_device, no_host_sync, on_ranks, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantizedLayer
@@ -104,27 +104,17 @@ def test_tied_weights_share_their_quantizer() -> None:
     names = [name for name, _ in model.named_parameters()]
     assert "wte.weight_quantizer.scale" in names
     assert "head.weight_quantizer.scale" not in names
-
-
-def test_tied_weights_have_the_most_bits_of_their_layers() -> None:
-    class Middle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-            self.b.weight = self.a.weight
-
-    model = qat.prepare(Middle(), weight_bits=2)
-    assert bits_of(model) == {"a": (8, 8), "b": (8, 8), "c": (8, 8)}
-    assert model.b.note == "tied weight: 8 bits"
-    assert model.a.note == "first layer: 8 bits"
+    layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+    layers["b"].weight = layers["a"].weight
+    assert bits_of(qat.prepare(layers, weight_bits=2)) == {"a": (8, 8), "b": (8, 8), "c": (8, 8)}, "the most of them"
+    assert (layers["b"].note, layers["a"].note) == ("tied weight: 8 bits", "first layer: 8 bits")
 
 
 def test_values_are_those_of_the_quantized_weight_and_input() -> None:
     layer = nn.Linear(6, 4)
     qat.prepare(layer, weight_bits=3, act_bits=3, first_last_bits=None)
     x = normal(5, 6)
-    y = layer(x)
-    weight = LSQ(3, axis=0)(layer.weight)
+    y, weight = layer(x), LSQ(3, axis=0)(layer.weight)
     assert torch.equal(y, nn.functional.linear(LSQ(3)(x), weight, layer.bias))
     y.sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
@@ -175,23 +165,15 @@ def test_groups_of_weights(quantizer: type[LSQ]) -> None:
     torch.testing.assert_close(model[0].quantized_weight().flatten(), once(weight).flatten(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_group_that_does_not_divide_names_the_layers() -> None:
-    with pytest.raises(ValueError, match=r"group=5 does not divide .* wte, conv, block\.0, block\.2, head"):
-        qat.prepare(net(), group=5)
-
-
 @each_device
 def test_devices(device: torch.device) -> None:
     """Once started, a step on a GPU never makes the host wait."""
     model, x = qat.prepare(net()).to(device), tokens().to(device)
-    lazy = LSQ(4, axis=0).to(device)
-    expected = qat.prepare(net())
+    lazy, expected = LSQ(4, axis=0).to(device), qat.prepare(net())
     expected(tokens())
     model(x).sum().backward()
     for name, parameter in expected.named_parameters():
-        if name.startswith(
-            ("wte", "conv")
-        ):  # what no product of matrices, which devices add up their own ways, is behind
+        if name.startswith(("wte", "conv")):  # before any product of matrices, which devices add up their own ways
             torch.testing.assert_close(dict(model.named_parameters())[name].cpu(), parameter, rtol=1e-6, atol=0.0)
     lazy(x.float())
     assert lazy.scale.device == device
@@ -216,24 +198,6 @@ def test_devices(device: torch.device) -> None:
 )
 def test_skip(skip: Any, left: list[str]) -> None:
     assert list(layers_of(qat.prepare(net(), skip=skip))) == left
-
-
-@pytest.mark.parametrize("skip", ["haed", "norm", "block.1", "blo"])
-def test_a_name_of_no_layer_is_answered_with_those_there_are(skip: str) -> None:
-    model = net()
-    with pytest.raises(ValueError, match=rf"skip='{skip}' names no layer.*wte, conv, block\.0, block\.2, head"):
-        qat.prepare(model, skip=(skip,))
-    assert not layers_of(model)
-    with pytest.raises(ValueError, match="did you mean head"):
-        qat.prepare(model, skip="haed")
-
-
-def test_nothing_left_to_quantize() -> None:
-    model = qat.prepare(net())
-    with pytest.raises(ValueError, match=r"of 5 layers .* 0 are skipped and 5 are quantized already"):
-        qat.prepare(model)
-    with pytest.raises(ValueError, match="nothing to quantize in this ReLU"):
-        qat.prepare(nn.ReLU())
 
 
 def test_subclasses_are_left_alone_and_said() -> None:
@@ -272,16 +236,23 @@ def test_transformer_encoders_are_quantized_in_evaluation_too(layers: int) -> No
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+NAMES = r"wte, conv, block\.0, block\.2, head"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"weight_bits": 1}, r"weight_bits must be 2\.\.8, got 1"),
-        ({"act_bits": 16}, r"act_bits must be 2\.\.8, got 16"),
-        ({"act_bits": 4.0}, r"act_bits must be 2\.\.8, got 4\.0"),
-        ({"act_bits": 0}, r"act_bits must be 2\.\.8, got 0"),
+        *(({"act_bits": bits}, rf"act_bits must be 2\.\.8, got {bits}") for bits in (16, 4.0, 0)),
         ({"first_last_bits": 9}, r"first_last_bits must be 2\.\.8, got 9"),
         ({"init_batches": 0}, "init_batches must be 1 or more"),
         ({"process_group": "all"}, "process_group must be"),
+        ({"group": 5}, f"group=5 does not divide .* {NAMES}"),
+        *(
+            ({"skip": (skip,)}, rf"skip='{skip}' names no layer.*{NAMES}")
+            for skip in ("haed", "norm", "block.1", "blo")
+        ),
+        ({"skip": "haed"}, "did you mean head"),
     ],
 )
 def test_wrong_options_leave_the_model_as_it_was(options: dict[str, Any], message: str) -> None:
@@ -289,6 +260,14 @@ def test_wrong_options_leave_the_model_as_it_was(options: dict[str, Any], messag
     with pytest.raises(ValueError, match=message):
         qat.prepare(model, **options)
     assert not layers_of(model)
+
+
+def test_nothing_left_to_quantize() -> None:
+    model = qat.prepare(net())
+    with pytest.raises(ValueError, match=r"of 5 layers .* 0 are skipped and 5 are quantized already"):
+        qat.prepare(model)
+    with pytest.raises(ValueError, match="nothing to quantize in this ReLU"):
+        qat.prepare(nn.ReLU())
 
 
 # --- calibration and checkpoints --------------------------------------------------------------------------------------
@@ -358,20 +337,15 @@ def test_a_model_on_the_meta_device_starts_when_it_is_real() -> None:
     assert torch.equal(loaded(tokens()), qat.prepare(net())(tokens()))
 
 
-def test_a_prepared_model_compiles_whole() -> None:
-    model = qat.prepare(net())
-    qat.calibrate(model, [tokens()])
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens(1)), model(tokens(1)))
-
-
-def test_a_scale_that_fell_in_the_last_step_converts_as_it_is_used() -> None:
+def test_a_scale_that_fell_in_the_last_step_converts_and_compiles_as_it_is_used() -> None:
     model = qat.prepare(net())
     qat.calibrate(model, [tokens()])
     with torch.no_grad():
         model.conv.weight_quantizer.scale[2] = -1.0
     converted = qat.convert(copy.deepcopy(model))
     assert torch.equal(converted(tokens()), model.eval()(tokens()))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tokens(1)), model(tokens(1)))
 
 
 # --- optimizer groups -------------------------------------------------------------------------------------------------
@@ -381,8 +355,7 @@ def test_every_parameter_is_in_one_group() -> None:
     model = qat.prepare(net(), quantizer=LSQPlus)
     groups = {group["name"]: group for group in qat.parameter_groups(model, weight_decay=0.1, lr=1e-2, scale_lr=1e-3)}
     held = [p for group in groups.values() for p in group["params"]]
-    assert len(held) == len(set(held))
-    assert set(held) == set(model.parameters())
+    assert (len(held), set(held)) == (len(set(held)), set(model.parameters()))
     scales = {p for name, p in model.named_parameters() if "quantizer" in name}
     assert set(groups["scales"]["params"]) == scales
     assert set(groups["weights"]["params"]) == {p for p in model.parameters() if p.dim() > 1}
@@ -407,8 +380,7 @@ def test_decay_moves_no_scale(optimizer: Any) -> None:
 
 def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]) -> None:
     model = qat.prepare(net(), weight_bits=2, skip="block.0")
-    summary = qat.summary(model)
-    printed = capsys.readouterr().out
+    summary, printed = qat.summary(model), capsys.readouterr().out
     assert printed.strip() == summary.text()
     assert "\x1b" not in printed
     lines = {line.split()[0]: line for line in printed.splitlines()}
@@ -419,10 +391,7 @@ def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]
     assert str(summary) == "4 layers quantized (2 and 8 bits), 1 in full precision"
 
     row = summary.rows[1]
-    weight, scale = (
-        model.conv.weight.detach().double(),
-        model.conv.weight_quantizer.scale.detach().double().view(-1, 1, 1),
-    )
+    weight, scale = (t.detach().double() for t in (model.conv.weight, model.conv.weight_quantizer.scale.view(-1, 1, 1)))
     codes = (weight / scale).round().clamp(-2, 1)
     noise = (codes * scale - weight).square().sum()
     assert (row.weight_bits, row.act_bits) == (2, 8)
@@ -502,19 +471,12 @@ def test_ranks_train_alike(ranks: RankPool, world: int, wrapper: str, when: str)
         torch.testing.assert_close(found[0][name], value, rtol=1e-13, atol=1e-14)
 
 
-def refuse(group: Group) -> list[str]:
+@on_ranks(2)
+def test_fsdp2_before_the_start(group: Group) -> None:
     model, plain = fully_shard(qat.prepare(small())), fully_shard(small())
-    messages = []
-    for attempt in (lambda: model(data(1)[0]), lambda: qat.prepare(plain)):
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            attempt()
-        messages.append(str(caught.value))
+    with pytest.raises((RuntimeError, ValueError), match=r"run qat.calibrate\(model, batches\) before fully_shard"):
+        model(data(1)[0])
+    with pytest.raises((RuntimeError, ValueError), match="sharded already"):
+        qat.prepare(plain)
     with pytest.raises(ValueError, match=r"model\.module"):
         qat.prepare(DistributedDataParallel(small()))
-    return messages
-
-
-def test_fsdp2_before_the_start(ranks: RankPool) -> None:
-    for forward, prepare in ranks(2).run(refuse):
-        assert "run qat.calibrate(model, batches) before fully_shard" in forward
-        assert "sharded already" in prepare

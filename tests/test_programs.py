@@ -13,37 +13,20 @@ from unittest import mock
 import pytest
 import torch
 
+import test_nccl
 import thinwire
-from cases import CPU, assert_same, digest, thorough, worlds
+from cases import CPU, assert_same, digest, on_ranks, thorough, worlds
 from ranks import RankPool
 from replicas import Group
 from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
-from test_nccl import (
-    MESH_TRAININGS,
-    OWN,
-    Kind,
-    Options,
-    Outputs,
-    Place,
-    hierarchies,
-    in_flight,
-    layouts,
-    means,
-    sums_of,
-    trainings,
-    two_nodes,
-    verbs,
-)
+from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, layouts, means, verbs
 from thinwire.collectives import channel, chunks, programs
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16
 SHARED = ("one_shot", "two_phase")
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 def links() -> list[RowedTransport]:
@@ -84,8 +67,6 @@ def check_both(ranks: RankPool, world: int, turns: int, run: Callable[..., Outpu
     return answers[0][2:]
 
 
-# --- verbs: calls that are made again are found by what they were given (collectives/call.py) ------------------------
-
 SHORT: tuple[tuple[int, float | str], ...] = ((1, "avg"), (1003, "sum"), (7, -3.0))
 KINDS = [
     *(Kind(codec, n, factor=f) for codec, few in (("int8", 3), ("lloyd4", 2)) for n, f in SHORT[:few]),
@@ -119,9 +100,6 @@ def test_sums_on_a_mesh_have_the_bytes_of_operations(ranks: RankPool) -> None:
     assert rows >= 5 * 3 * 3  # fp32, of each pair of codecs and length: inside, across, inside
 
 
-# --- long messages, in chunks -----------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def short_wires() -> Iterator[None]:
     """Programs cut messages into chunks of half a kilobyte, and so do operations, in the same places."""
@@ -142,7 +120,7 @@ def sums(place: Place, kinds: Sequence[Kind]) -> Outputs:
     """Sums in place of every kind."""
     found = {}
     for kind in kinds:
-        for name, (call, outputs) in sums_of(place, kind, 5).items():
+        for name, (call, outputs) in test_nccl.sums_of(place, kind, 5).items():
             if "reduce_scatter" not in name:
                 call()
                 found[f"{name}, {kind}"] = torch.cat(outputs)
@@ -171,8 +149,6 @@ def test_chunks_are_within_the_error_and_the_same_on_all_ranks(ranks: RankPool, 
         assert len(set(digests)) == 1, f"ranks differ: {case}"
         reduced_range(case, world).assert_holds(got, str(case))
 
-
-# --- DDP --------------------------------------------------------------------------------------------------------------
 
 BACKWARDS = ("e", "d", "c", "b", "a")  # biases between weights
 ONE = 64.0  # kilobytes: one bucket
@@ -216,15 +192,8 @@ def test_chunks_of_ddp_have_the_means_and_memories_of_operations(ranks: RankPool
 
 
 def test_ddp_on_a_mesh_has_the_means_of_operations(ranks: RankPool) -> None:
-    rows, _ = check_both(ranks, 4, 1, on_mesh)
+    rows, _ = check_both(ranks, 4, 1, test_nccl.mesh_trainings)
     assert rows > 0
-
-
-def on_mesh(place: Place) -> Outputs:
-    return trainings(place, MESH_TRAININGS, mesh=two_nodes(place))
-
-
-# --- what calls must not do -------------------------------------------------------------------------------------------
 
 
 def test_scratch_that_grows_is_held_by_nobody() -> None:
@@ -238,7 +207,8 @@ def test_scratch_that_grows_is_held_by_nobody() -> None:
     assert small.views(space).data_ptr() == large.views(space).data_ptr() == space.buffer.data_ptr()
 
 
-def misused(group: Group) -> list[str]:
+@on_ranks(2, gives=["4.00"])
+def test_what_was_remembered_is_not_misused(group: Group) -> list[str]:
     """What goes wrong when a call whose like was made before is given something else."""
     with rowed():
         how: Any = {"group": group, "codec": "int8", "algorithm": "compressed", "step": 0}
@@ -256,7 +226,3 @@ def misused(group: Group) -> list[str]:
         with pytest.raises(CollectiveError, match="RuntimeError: lost"):
             thinwire.all_reduce(torch.ones(64), group=group, codec="int8", algorithm="one_shot", step=0)
     return [f"{leaf.detach()[0].item():.2f}"]
-
-
-def test_what_was_remembered_is_not_misused(ranks: RankPool) -> None:
-    assert ranks(2).run(misused) == [["4.00"], ["4.00"]]

@@ -12,8 +12,6 @@ import cases
 from cases import generated
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, use_backend
 
-# --- strategies: few draws a case, so that the cases can be many ------------------------------------------------------
-
 BLOCKS = [8 * k for k in range(1, 41)] + [512, 1000, 1024, 1032, 2048]
 ROUNDINGS = [
     (mode, rounding, seed)
@@ -92,9 +90,6 @@ SUM_SCALES = (1.0, 1 / 3, 0.25, 1e-3, 7.0)
 serving = st.sampled_from([*cases.SERVING[:1] * 7, "reference"])  # mostly the fastest, so that they are many
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not cases.OTHERS, reason="only the reference runs here")
 @generated(400)
 @given(
@@ -139,8 +134,7 @@ def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
 @given(any_case(most_ranks=2), serving, st.integers(0, 16))
 def test_nothing_is_written_outside_the_buffers(case: Case, backend: str, shift: int) -> None:
     """Into the middle of a larger buffer, at any address: the same bytes there, and none around."""
-    codec = case.codec
-    n = case.n
+    codec, n = case.codec, case.n
     nbytes = codec.wire_bytes(n, case.dtype)
     with use_backend(backend):
         wires_WN = cases.wires_of(codec, case.xs, step=case.step)

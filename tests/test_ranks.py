@@ -2,12 +2,14 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cases import on_ranks
 from programs import Ended
 from ranks import RankPool
 
@@ -85,8 +87,7 @@ def test_neighbours_differ_in_their_hash_seeds(ranks: RankPool) -> None:
 
 def test_ranks_are_reused(ranks: RankPool) -> None:
     pids = ranks(4).run(pid)
-    assert len(set(pids)) == 4
-    assert ranks(4).run(pid) == pids
+    assert (len(set(pids)), ranks(4).run(pid)) == (4, pids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -115,8 +116,7 @@ def test_exceptions_name_their_ranks_and_leave_the_pool_alone(ranks: RankPool) -
 
 
 def test_stuck_ranks_are_named_and_killed(ranks: RankPool) -> None:
-    pids = ranks(3).run(pid)
-    start = time.monotonic()
+    pids, start = ranks(3).run(pid), time.monotonic()
     with pytest.raises(RuntimeError, match=r"\(world 3\) got no answer from ranks (0, )?1, 2 within 0.5 s") as caught:
         ranks(3).run(hang_in_collective, timeout=0.5)
     assert time.monotonic() - start < 60
@@ -140,6 +140,28 @@ def test_a_dead_rank_is_named(ranks: RankPool) -> None:
         ranks(2).run(die_on_one)
 
 
+@on_ranks(1, 3)
+def test_a_body_runs_on_every_rank_of_its_world(group: dist.ProcessGroup, world: int) -> int:
+    assert group.size() == world
+    return world
+
+
+@on_ranks(2, gives=0)
+def number(group: dist.ProcessGroup) -> int:
+    return group.rank()
+
+
+@on_ranks(2)
+def not_agreed(group: dist.ProcessGroup) -> int:
+    return group.rank()
+
+
+@pytest.mark.parametrize("body", [number, not_agreed])
+def test_a_body_that_returns_something_else_fails(ranks: RankPool, body: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match=r"expected 0 on all ranks, got \{1: 1\}"):
+        body(ranks=ranks)
+
+
 ENDS_AT_ONCE = """
 import os
 from ranks import RankPool
@@ -149,6 +171,15 @@ os._exit(1)
 """
 
 
+def test_ranks_end_when_their_pipes_close(ranks: RankPool) -> None:
+    """As they do when the test process ends; see below, with a process of its own."""
+    world = ranks.fresh(2)
+    pids = world.run(pid)
+    world.close()
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.thorough
 @pytest.mark.program("-c", ENDS_AT_ONCE)
 def test_ranks_end_with_the_test_process(program: Ended) -> None:
     pids = [int(word) for word in program.out.split()]

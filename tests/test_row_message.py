@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, seeded, small_chunks, worlds
+from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, on_ranks, seeded, small_chunks, worlds
 from ranks import RankPool
 from replicas import Group, message_of
 from test_nccl import OWN, Outputs, Place
@@ -95,8 +96,8 @@ def test_every_lane_is_within_the_error_of_its_codec(ranks: RankPool, world: int
 LONG = Kind((((1 << 19) + 128, "int8:block=128"), (5, "none")), scale=0.5)  # chunks begin on whole blocks
 
 
-def long_rows(group: Group) -> tuple[int, int, float, bool]:
-    """Chunks and bytes of a long sum, its largest error in steps of the codec, and whether a short lane is exact."""
+@on_ranks(2)
+def test_long_rows_are_cut_and_short_lanes_travel_with_the_first_chunk(group: Group) -> None:
     message = RowMessage(LONG.specs, torch.empty(0), group, LONG.scale)
     numels = [numel for numel, _ in LONG.lanes]
     inputs = [torch.stack([drawn(n, group.rank(), target) for target in range(2)]) for n in numels]
@@ -104,25 +105,16 @@ def long_rows(group: Group) -> tuple[int, int, float, bool]:
     message.run(outputs, inputs, 0)
     mine = [[drawn(n, source, group.rank()) for source in range(2)] for n in numels]
     step = sum(blocks_of(x, 128).abs().amax(1, keepdim=True) for x in mine[0]) / 127 * LONG.scale
-    off = blocks_of(outputs[0] - LONG.scale * (mine[0][0] + mine[0][1]), 128).abs()
-    exact = torch.equal(outputs[1], LONG.scale * (mine[1][0] + mine[1][1]))
-    return message._plan.cuts[0].num_chunks, message.sent_bytes, float((off / step).max()), exact
+    off = blocks_of(outputs[0] - LONG.scale * (mine[0][0] + mine[0][1]), 128).abs() / step
+    chunks = message._plan.cuts[0].num_chunks
+    assert chunks > 2
+    assert 0 < message.sent_bytes - numels[0] * (1 + 2 / 128) < 64 * (chunks + 1)
+    assert 0.3 < off.max() <= 0.5 * (1 + 2.0**-8) + 127 * 8 * ROUND
+    assert torch.equal(outputs[1], LONG.scale * (mine[1][0] + mine[1][1]))
 
 
 def drawn(numel: int, source: int, target: int) -> Tensor:
     return torch.randn(numel, generator=seeded(numel, source, target))
-
-
-def test_long_rows_are_cut_and_short_lanes_travel_with_the_first_chunk(ranks: RankPool) -> None:
-    numel = LONG.lanes[0][0]
-    for chunks, sent, off, exact in ranks(2).run(long_rows):
-        assert chunks > 2
-        assert numel * (1 + 2 / 128) < sent < numel * (1 + 2 / 128) + 64 * (chunks + 1)
-        assert 0.3 < off <= 0.5 * (1 + 2.0**-8) + 127 * 8 * ROUND
-        assert exact
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(place: Place, kinds: Sequence[Kind]) -> Outputs:
@@ -150,8 +142,6 @@ def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool) -> Non
     assert rows == 0
     assert pairs > 0
 
-
-# --- feedback ---------------------------------------------------------------------------------------------------------
 
 FED: tuple[tuple[int, str], ...] = ((500, "lloyd2:block=64"), (90, "int4:block=32"))
 
@@ -213,10 +203,10 @@ def check_owed(answers: Sequence[tuple[list[Tensor], list[Tensor], list[bool], b
             assert (totals[lane] + owed - torch.stack(drawings).sum(0) / world).abs().max() < slack
 
 
-def copied(group: Group) -> list[float]:
+@on_ranks(3, rare=[2, 4])
+def test_a_copy_comes_closer_and_keeps_no_nan(group: Group) -> None:
     """How far from everybody's numbers all_gather_into_tensor is with a copy: at first, with a NaN, and thereafter."""
-    known = thinwire.RowCopy()
-    found = []
+    known, found = thinwire.RowCopy(), []
     for step in range(5):
         own = drawn(300, group.rank(), min(step, 1))
         if step == 2 and group.rank() == 1:
@@ -225,74 +215,56 @@ def copied(group: Group) -> list[float]:
         thinwire.all_gather_into_tensor(out, own, group, codec="int4:block=40", feedback=known, step=step)
         want = torch.cat([drawn(300, rank, min(step, 1)) for rank in range(group.size())])
         found.append(float((out - want).norm() / want.norm()))
-    return found
+    first, second, bad, again, last = found
+    assert first == 0
+    assert math.isnan(bad)
+    assert again < second / 2
+    assert last < again / 2
 
 
-@worlds(3, rare=[2, 4])
-def test_a_copy_comes_closer_and_keeps_no_nan(ranks: RankPool, world: int) -> None:
-    for first, second, bad, again, last in ranks(world).run(copied):
-        assert first == 0
-        assert math.isnan(bad)
-        assert again < second / 2
-        assert last < again / 2
-
-
-def averaged(group: Group, kind: str, steps: int) -> tuple[float, float, float]:
+@pytest.mark.parametrize("kind", ["classic", "ef21"])
+@on_ranks(3, rare=[2])
+def test_feedback_of_the_verb_makes_good_what_calls_lose(group: Group, kind: str) -> None:
     """Errors, relative to the mean over ranks: of the last call, of the mean of all calls, and after a reload."""
-    world = group.size()
+    world, steps = group.size(), 30
     x = torch.randn(world * 301, generator=torch.Generator().manual_seed(group.rank()))
     mean = x.clone()
     dist.all_reduce(mean, dist.ReduceOp.SUM)
     mean = mean.view(world, -1)[group.rank()] / world
-    memory = thinwire.RowFeedback(kind)
-    total = torch.zeros(301)
-    out = torch.empty(301)
+    memory, other, total = thinwire.RowFeedback(kind), thinwire.RowFeedback(kind), torch.zeros(301)
+
+    def averaged(feedback: thinwire.RowFeedback, step: int) -> Tensor:
+        out = torch.empty(301)
+        thinwire.reduce_scatter_tensor(out, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=feedback, step=step)
+        return out
+
     for step in range(steps):
-        thinwire.reduce_scatter_tensor(out, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=memory, step=step)
-        total += out
-    other = thinwire.RowFeedback(kind)
+        total += averaged(memory, step)
     other.load_state_dict(memory.state_dict())
-    again = torch.empty(301)
-    thinwire.reduce_scatter_tensor(out, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=memory, step=steps)
-    thinwire.reduce_scatter_tensor(again, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=other, step=steps)
-    return off(out, mean), off(total / steps, mean), off(again, out)
+    last = averaged(memory, steps)
+    assert torch.equal(averaged(other, steps), last)
+    if kind == "classic":
+        assert off(last, mean) > 0.1  # one call of two bits
+        assert off(total / steps, mean) < 1.5 / steps  # all that is owed is what the last lost, divided by their number
+    else:
+        assert off(last, mean) < 1e-3  # differences shrink
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@worlds(3, rare=[2])
-def test_feedback_of_the_verb_makes_good_what_calls_lose(ranks: RankPool, world: int) -> None:
-    steps = 30
-    for last, mean, reloaded in ranks(world).run(averaged, "classic", steps):
-        assert last > 0.1  # one call of two bits
-        assert mean < 1.5 / steps  # all that is owed is what the last one lost, divided by their number
-        assert reloaded == 0
-    for last, _, reloaded in ranks(world).run(averaged, "ef21", steps):
-        assert last < 1e-3  # differences shrink
-        assert reloaded == 0
-
-
-def refused_feedback(group: Group) -> list[str]:
-    memory = thinwire.RowFeedback()
-    out = torch.empty(64)
-    x = torch.ones(64 * group.size())
+@on_ranks(2)
+def test_feedback_of_the_verbs_refuses_what_it_cannot_do(group: Group) -> None:
+    memory, out, x = thinwire.RowFeedback(), torch.empty(64), torch.ones(64 * group.size())
     thinwire.reduce_scatter_tensor(out, x.clone(), feedback=memory)
-    calls: list[Callable[[], object]] = [
-        lambda: thinwire.RowFeedback("none"),
-        lambda: thinwire.RowFeedback("ef21", torch.bfloat16),
-        lambda: thinwire.reduce_scatter_tensor(out, x, async_op=True, feedback=memory),
-        lambda: thinwire.reduce_scatter_tensor(out, x, algorithm="plain", feedback=memory),
-        lambda: thinwire.reduce_scatter_tensor(out[:1], x[: group.size()], feedback=memory),
-        lambda: thinwire.all_gather_into_tensor(x, out, async_op=True, feedback=thinwire.RowCopy()),
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: thinwire.RowFeedback("none"), "one of"),
+        (lambda: thinwire.RowFeedback("ef21", torch.bfloat16), "float32"),
+        (lambda: thinwire.reduce_scatter_tensor(out, x, async_op=True, feedback=memory), "blocking"),
+        (lambda: thinwire.reduce_scatter_tensor(out, x, algorithm="plain", feedback=memory), "compressed"),
+        (lambda: thinwire.reduce_scatter_tensor(out[:1], x[: group.size()], feedback=memory), "per buffer"),
+        (lambda: thinwire.all_gather_into_tensor(x, out, async_op=True, feedback=thinwire.RowCopy()), "blocking"),
     ]
-    return [message_of(call) for call in calls]
-
-
-def test_feedback_of_the_verbs_refuses_what_it_cannot_do(ranks: RankPool) -> None:
-    for said in ranks(2).run(refused_feedback):
-        for text, expected in zip(
-            said, ("one of", "float32", "blocking", "compressed", "per buffer", "blocking"), strict=True
-        ):
-            assert expected in text
+    for call, said in calls:
+        assert said in message_of(call)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import CPU, digest, generated, given, small_chunks, thorough, worlds
+from cases import CPU, digest, generated, given, on_ranks, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
@@ -40,8 +40,7 @@ Group = dist.ProcessGroup
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Every third step of every line, or so, waits up to 0.3 ms first."""
-    advance = Line.advance
-    dice = random.Random(seed)
+    advance, dice = Line.advance, random.Random(seed)
 
     def late(line: Line) -> None:
         if dice.random() < 1 / 3:
@@ -89,13 +88,13 @@ def draw_buckets(count: int) -> list[Bucket]:
     return [(*kind, step) for kind in kinds for step in range(2)]
 
 
-def storm(group: Group, rounds: int) -> int:
+@pytest.mark.parametrize(("world", "rounds"), [(3, 5), *thorough((3, 8), (2, 40), (4, 20))])
+@on_ranks(gives=0)
+def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(group: Group, rounds: int) -> int:
     """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
-    dice = random.Random(17)
-    own = random.Random(group.rank())
-    wrong = 0
+    dice, own, wrong = random.Random(17), random.Random(group.rank()), 0
     with small_chunks(800), delays(group.rank()):
-        want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(28)}
+        want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(14 if rounds < 8 else 28)}
         for number in range(rounds):
             buckets = dice.choices(list(want), k=8)
             begun = [start(group, *bucket, wait=False) for bucket in buckets]
@@ -108,25 +107,18 @@ def storm(group: Group, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(3, 8), *thorough((2, 40), (4, 20))])
-def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
-    ranks: RankPool, world: int, rounds: int
-) -> None:
-    assert ranks(world).run(storm, rounds) == [0] * world
-
-
 NESTED = [
     *((3, ("bf16", "int4"), 0), (700, ("bf16", "int4"), 0), (700, ("int8", "lloyd4:block=64"), 1)),
     *((2401, ("bf16", "int4"), 1), (2401, ("int8", "lloyd4:block=64"), 0)),
 ]  # length, codecs inside and across, step
 
 
-def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
+@pytest.mark.parametrize("shape", [(2, 2), *thorough(((4, 1),))], ids=str)
+@on_ranks(4, gives=0)
+def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(group: Group, shape: tuple[int, int]) -> int:
     """The same of hierarchical sums, whose chunks go in step, beside flat ones of the group."""
-    mesh = init_device_mesh("cpu", shape)
-    dice = random.Random(5)
-    own = random.Random(group.rank())
-    wrong = 0
+    rounds, mesh, dice = 3, init_device_mesh("cpu", shape), random.Random(5)
+    own, wrong = random.Random(group.rank()), 0
 
     def begin(numel: int, pair: tuple[str, str], step: int, *, wait: bool) -> Started:
         x = given(numel, group.rank() + 10 * step)
@@ -148,11 +140,6 @@ def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("shape", [(2, 2), *thorough(((4, 1),))], ids=str)
-def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: RankPool, shape: tuple[int, int]) -> None:
-    assert ranks(4).run(mesh_storm, shape, 3) == [0] * 4
-
-
 def threads_with_groups(group: Group) -> None:
     """Three threads, each with a group of its own, all verbs at once."""
     groups = [dist.new_group() for _ in range(3)]
@@ -172,11 +159,8 @@ def threads_with_groups(group: Group) -> None:
 
 def threads_in_turn(group: Group) -> None:
     """Three threads on one group; they take turns in calling, and wait whenever they like."""
-    turn = threading.Condition()
-    count = [0]
-    found = []
-    member = dist.new_group()
-    calls = 24
+    turn, count, found = threading.Condition(), [0], []
+    member, calls = dist.new_group(), 24
 
     def work(number: int) -> None:
         for step in range(number, calls, 3):
@@ -260,8 +244,7 @@ def test_operations_in_flight_do_not_disturb_each_other(
 
 def late_rank(group: Group, algorithm: str) -> list[bool]:
     """Rank 1 comes late: until then rank 0's work is not done, and waiting for it a while raises."""
-    x = torch.ones(300)
-    found = []
+    x, found = torch.ones(300), []
     thinwire.all_reduce(x, group=group, codec="int8", algorithm=algorithm)
     dist.barrier(group=group)
     if group.rank() == 1:
@@ -373,9 +356,7 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
     """Bytes of scratch after each of two rounds of `in_flight` operations, and how many buffers that were."""
-    member = dist.new_group()
-    held = []
-    buffers = set()
+    member, held, buffers = dist.new_group(), [], set()
     for _ in range(2):
         works = [run_verb(member, verb, numel, codec, async_op=True) for _ in range(in_flight)]
         for work in works:
@@ -395,8 +376,7 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     ranks: RankPool, world: int, verb: str, codec: str
 ) -> None:
     """Every wire has a header and sections rounded up to 16 bytes, so a chunk's shards take a little more than it."""
-    numel = world << 19
-    coder = thinwire.codec(codec)
+    numel, coder = world << 19, thinwire.codec(codec)
     chunk = chunk_of(verb, numel, codec, world)
     assert chunk < numel, "the message must be cut for the bound to say anything"
     headers = (numel // chunk + 3) * 2 * world * 64
@@ -407,19 +387,16 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
         assert held[0] <= bound
 
 
-def uneven_scratch(group: Group) -> tuple[int, int]:
-    member = dist.new_group()
-    numel = 1 << 21
+@on_ranks(2)
+def test_an_exchange_takes_no_more_than_its_wires_both_ways(group: Group) -> None:
+    member, numel = dist.new_group(), 1 << 21
     run_verb(member, "all_to_all", numel, "int8")
-    return channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
+    held, wire = channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
+    assert held <= 2 * wire
 
 
-def test_an_exchange_takes_no_more_than_its_wires_both_ways(ranks: RankPool) -> None:
-    for held, wire in ranks(2).run(uneven_scratch):
-        assert held <= 2 * wire
-
-
-def mesh_in_flight(group: Group) -> bool:
+@on_ranks(4, gives=True)
+def test_hierarchical_operations_of_different_length_in_flight_end(group: Group) -> bool:
     """Three operations; rank 0's line is empty before the third and its scratch can grow, the others' cannot."""
     mesh = init_device_mesh("cpu", (2, 2))
     how: Any = {"group": mesh, "codec": "none", "algorithm": "hierarchical", "async_op": True}
@@ -440,16 +417,11 @@ def mesh_in_flight(group: Group) -> bool:
     return True
 
 
-def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPool) -> None:
-    assert all(ranks(4).run(mesh_in_flight))
-
-
 @generated(150)
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
-    scratch = ScratchRing(CPU)
-    out = []
+    scratch, out = ScratchRing(CPU), []
     for nbytes, which in steps:
         part = scratch.take(nbytes, max(limit, -(-nbytes // 64) * 64))
         if part is not None:
@@ -479,8 +451,7 @@ def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> N
         part = scratch.take(nbytes, nbytes)
         assert part is not None
         scratch.give(part)
-    assert scratch._buffer.data_ptr() == place
-    assert scratch.nbytes == 4096
+    assert (scratch._buffer.data_ptr(), scratch.nbytes) == (place, 4096)
 
 
 def test_scratch_does_not_grow_under_what_is_lent() -> None:
@@ -506,20 +477,17 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
         assert len(parts) == world
         assert parts[0].begin == span.begin == at
         assert all(a.end == b.begin for a, b in itertools.pairwise(parts))
-        assert parts[-1].end == span.end
-        assert parts[0].numel == max(part.numel for part in parts)
+        assert (parts[-1].end, parts[0].numel) == (span.end, max(part.numel for part in parts))
         assert parts[0].numel == -(-span.numel // world) or parts[0].numel % 1024 == 0, "no longer than it must be"
         at = span.end
-    assert at == numel
-    assert cut.span(cut.num_chunks).numel == 0
+    assert (at, cut.span(cut.num_chunks).numel) == (numel, 0)
 
 
 @generated(60)
 @forall(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 60))
 def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin: int, length: int) -> None:
     tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
-    row = torch.cat(tensors)
-    flat = Flat(tensors)
+    row, flat = torch.cat(tensors), Flat(tensors)
     span = Span(min(begin, row.numel()), min(begin + length, row.numel()))
     read = flat.read(span, Desk(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
     assert torch.equal(read, row[span.begin : span.end])
@@ -531,8 +499,7 @@ def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin
 
 
 def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
-    assert Cut(0, 1).num_chunks == 1
-    assert Cut(0, 1).span(0) == Span(0, 0)
+    assert (Cut(0, 1).num_chunks, Cut(0, 1).span(0)) == (1, Span(0, 0))
 
 
 # --- lines and failures -----------------------------------------------------------------------------------------------
@@ -556,9 +523,9 @@ class Fails(Operation):
         raise OSError("the cable is cut")
 
 
-def failing(group: Group) -> list[str]:
-    member = dist.new_group()
-    said = []
+@on_ranks(2)
+def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(group: Group) -> None:
+    member, said = dist.new_group(), []
     works = [channel_of(member).run(Fails(), SITE) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
@@ -571,14 +538,9 @@ def failing(group: Group) -> list[str]:
             said.append("nothing")
         except (CollectiveError, OSError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
-def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(ranks: RankPool) -> None:
-    for said in ranks(2).run(failing):
-        assert said[0].startswith("OSError: the cable is cut")
-        assert all("the cable is cut" in line for line in said), said
-        assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
+    assert said[0].startswith("OSError: the cable is cut")
+    assert all("the cable is cut" in line for line in said), said
+    assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
 
 
 def ended(before: list[str]) -> bool:
@@ -590,11 +552,11 @@ def ended(before: list[str]) -> bool:
     return not left
 
 
-def lifetime(group: Group, fails: bool) -> list[bool]:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fails: bool) -> None:
     thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
-    before = thread_names()
-    kept = len(channels._groups)
-    member = dist.new_group()
+    before, kept, member = thread_names(), len(channels._groups), dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
     found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     if fails:  # after which the thread ends by itself
@@ -604,16 +566,12 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)
     del member
-    return [*found, ended(before), len(channels._groups) == kept]
+    found = [*found, ended(before), len(channels._groups) == kept]
+    assert all(found), found
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(ranks: RankPool, fails: bool) -> None:
-    for found in ranks(2).run(lifetime, fails):
-        assert all(found), found
-
-
-def mesh_lifetime(group: Group) -> list[bool]:
+@on_ranks(4, gives=[True])
+def test_the_thread_of_a_mesh_ends_with_its_groups(group: Group) -> list[bool]:
     before = thread_names()
     mesh = init_device_mesh("cpu", (2, 2))
     thinwire.all_reduce(torch.ones(900), group=mesh, codec="int8", algorithm="hierarchical")
@@ -623,10 +581,6 @@ def mesh_lifetime(group: Group) -> list[bool]:
         dist.destroy_process_group(member)
     del groups, member
     return [ended(before)]
-
-
-def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
-    assert ranks(4).run(mesh_lifetime) == [[True]] * 4
 
 
 def test_who_waited_for_a_work_may_look_at_its_future() -> None:

@@ -15,16 +15,7 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import (
-    clock,
-    codec as codec_bench,
-    data,
-    delay,
-    kernels as kernels_bench,
-    schemes,
-    tasks,
-    train as bench,
-)
+from benchmarks import clock, codec as codec_bench, delay, kernels as kernels_bench, qat, schemes, tasks, train as bench
 from benchmarks.schemes import TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
 from benchmarks.train import Trained, TrainPlan
@@ -55,33 +46,6 @@ def number(row: record.Row, name: str) -> float:
     return value
 
 
-# --- codecs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", data.DISTRIBUTIONS)
-def test_inputs_repeat_and_leave_the_global_generator_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "WIDTH", 32)  # of the network behind the gradient
-    before = torch.get_rng_state()
-    first = data.sample(name, 5000)
-    data.sample.cache_clear()
-    again = data.sample(name, 5000)
-    data.sample.cache_clear()
-    assert torch.equal(first, again)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert first.isfinite().all()
-
-
-def test_the_random_inputs_are_what_they_say() -> None:
-    n = 200_000
-    share = 5 * math.sqrt(0.05 * 0.95 / n)  # five standard deviations of a share of 5 %
-    for name, limit in (("gaussian", 1.95996), ("student3", 3.18245), ("laplace", -math.log(0.05))):
-        beyond = (data.sample(name, n).abs() > limit).double().mean().item()
-        assert abs(beyond - 0.05) < share, name
-    sparse = data.sample("sparse", n)
-    assert set(sparse.unique().tolist()) == {-1.0, 0.0, 1.0}
-    assert abs(sparse.abs().mean().item() - 0.01) < 5 * math.sqrt(0.01 * 0.99 / n)
-
-
 def test_codec_formulas() -> None:
     known = (0.36338, 0.11748, 0.03455, 0.009501)
     assert [float(f"{codec_bench.lloyd_max_nmse(bits):.4g}") for bits in (1, 2, 3, 4)] == pytest.approx(known, rel=1e-3)
@@ -105,17 +69,10 @@ def test_a_codec_run(tmp_path: Path) -> None:
     assert 0 < number(int8, "nmse") < number(lloyd4, "nmse")
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
 def a_case(op: str, spec: str = "int8", numel: int = 1280) -> kernels_bench.OpCase:
     world = 4 if op in kernels_bench.SUMS else 1
     how: dict[str, Any] = {"part": "codecs", "dtype": torch.float32, "threads": 1, "device": CPU}
     return kernels_bench.OpCase(op=op, name=spec, numel=numel, world=world, **how)
-
-
-def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
-    return kernels_bench.KernelPlan(device, usual, **asked).cases()
 
 
 def test_minimal_bytes() -> None:
@@ -159,9 +116,6 @@ def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pyte
     assert "RuntimeError: out of memory" in result.stderr
 
 
-# --- tasks and schemes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
 def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
     before = torch.random.get_rng_state()
@@ -190,20 +144,13 @@ def test_names() -> None:
     assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8"])] == ["none", "int8"]
 
 
-@pytest.mark.parametrize(
-    ("parse", "names"),
-    [
-        (schemes.parse, ["int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", "", "int8/int8"]),
-        (schemes.parse_sharded, ["", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21"]),
-    ],
-)
-def test_what_is_no_scheme(parse: Callable[[str], object], names: list[str]) -> None:
-    for name in names:
-        with pytest.raises(CodecError):
-            parse(name)
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
+def test_what_is_no_scheme() -> None:
+    flat = ("int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", "", "int8/int8")
+    sharded = ("", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21")
+    for parse, names in ((schemes.parse, flat), (schemes.parse_sharded, sharded)):
+        for name in names:
+            with pytest.raises(CodecError):
+                parse(name)
 
 
 def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, parallel: str = "ddp") -> TrainPlan:
@@ -316,13 +263,8 @@ def test_a_quick_run_of_fsdp2(quick_run: Callable[..., record.Record]) -> None:
 def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
     small = ("--steps", "2", "--batch", "1", "--seeds", "1", "--optimizer", "adamw")
     ddp, *outer = quick_run("--parallel", "diloco", "--codecs", "topk", "--every", "1,2", *small).rows
-    assert (ddp["parallel"], ddp["codec"], ddp["every"], ddp["ddp_log_ratio"], ddp["peer"]) == (
-        "ddp",
-        "none",
-        1,
-        0,
-        True,
-    )
+    of = ("parallel", "codec", "every", "ddp_log_ratio", "peer")
+    assert [ddp[name] for name in of] == ["ddp", "none", 1, 0, True]
     ways = (("none", "none"), ("topk", "classic"))
     shown = [(row["parallel"], row["codec"], row["feedback"], row["every"]) for row in outer]
     assert shown == [("diloco", *way, every) for every in (1, 2) for way in ways]
@@ -342,6 +284,10 @@ def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
         (bench.command, ["--json", "no/such/folder/x.json"], "cannot be written"),
         (codec_bench.command, ["--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
         (kernels_bench.command, ["--device", "cpu", "--threads", "1,0"], "expected integers from 1 on, got '0'"),
+        (qat.command, ["--parts", "speed,nothing"], "'nothing' is not one of speed, train"),
+        (qat.command, ["--methods", "lsq,adam"], "'adam' is not one of fp32, lsq, lsqplus"),
+        (qat.command, ["--bits", "2,9"], "from 2 to 8, got"),
+        (qat.command, ["--parts", "speed", "--methods", "lsq"], "is of the part train"),
     ],
 )
 def test_bad_flags(command: Any, flags: list[str], complaint: str) -> None:
@@ -350,12 +296,8 @@ def test_bad_flags(command: Any, flags: list[str], complaint: str) -> None:
     assert complaint in " ".join(result.stderr.replace("│", "").split())
 
 
-# --- links with a delay -----------------------------------------------------------------------------------------------
-
-
 def test_a_link_with_a_delay() -> None:
-    link = delay.parse("20mbit+50ms")
-    assert isinstance(link, delay.DelayedLink)
+    link: Any = delay.parse("20mbit+50ms")
     assert (link.rate, link.delay, str(link)) == (2e7, 0.05, "20mbit+50ms")
     assert delay.parse("1gbit") == links.parse("1gbit")
     for text in ("10gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):

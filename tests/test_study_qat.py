@@ -24,9 +24,6 @@ def call(*arguments: str) -> Result:
     return found
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
-
-
 def a_case(**changes: Any) -> qat_speed.SpeedCase:
     usual = qat_speed.SpeedCase("channel", torch.float32, "torch", 4096, CPU, clock.KernelEffort(1))
     return replace(usual, **changes)
@@ -56,8 +53,6 @@ def test_both_do_the_same_work(grain: str) -> None:
     for mine, other in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=4096 * 2**-23 * expected[0].abs().max().item())
 
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 TINY = qat.QATSchedule(1, 1, widths=(4, 4, 4))
 
@@ -124,35 +119,3 @@ def test_all_methods_quantize_the_same_places(name: str) -> None:
         assert all(len(row.unique()) <= 4 for row in layer.quantized_weight().detach().flatten(1))
         x = torch.linspace(0, 2, 1000).expand(1, 1, -1)
         assert len(layer.quantized_input(x).detach().unique()) <= 4
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--parts", "speed,nothing"], "'nothing' is not one of speed, train"),
-        (["--methods", "lsq,adam"], "'adam' is not one of fp32, lsq, lsqplus"),
-        (["--bits", "1"], "from 2 to 8, got"),
-        (["--bits", "2,9"], "from 2 to 8, got"),
-        (["--bits", "two"], "got 'two'"),
-        (["--parts", "speed", "--methods", "lsq"], "is of the part train"),
-        (["--parts", "train", "--numel", "64"], "is of the part speed"),
-        (["--seeds", "0"], "greater than or equal to 1"),
-        (["--numel", "0"], "greater than or equal to 1"),
-        (["--device", "tpu"], "'cpu', 'cuda'"),
-    ],
-)
-def test_bad_flags_say_what_is_allowed(arguments: list[str], said: str) -> None:
-    result = call(*arguments)
-    assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
-
-
-def test_without_scikit_learn_training_is_an_error_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "find_spec", lambda name: None)
-    monkeypatch.setattr(qat_speed, "cases", lambda *arguments: pytest.fail("measured"))
-    result = call("--parts", "train")
-    assert result.exit_code == 1
-    assert "pip install 'thinwire[bench]'" in result.stderr

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from cases import decoded, wire_of, wires_of
-from ranks import RankPool
+from cases import decoded, on_ranks, wire_of, wires_of
 from replicas import Group, message_of
 from thinwire import CodecError, TopK, WireError, codec as make
 
@@ -30,8 +29,7 @@ def by_hand(wire: bytes, numel: int) -> list[float]:
     assert (magic, version, kind, bits, zero, block, key, told) == (b"TW", 1, 4, 2, 0, 4096, 0, numel)
     kept = 16 * variant
     low_bits = int(math.log2(block / kept))
-    marks = kept + (block >> low_bits)
-    blocks = -(-numel // block)
+    marks, blocks = kept + (block >> low_bits), -(-numel // block)
     aligned = -(-2 * blocks // 16) * 16
     at = 32 + 2 * aligned
     planes = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[low_bits]
@@ -100,8 +98,7 @@ def test_no_block_loses_more_than_its_power_and_few_numbers_lose_nothing(fractio
 def test_residuals_take_up_what_was_lost_and_all_is_sent_in_the_end() -> None:
     codec = TopK(0.125)
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    residual = torch.zeros(5000)
-    total = torch.zeros(5000)
+    residual, total = torch.zeros(5000), torch.zeros(5000)
     for _ in range(60):
         total += decoded(codec, wire_of(codec, x, residual=residual), 5000)
     assert torch.allclose(total + residual, 60 * x, rtol=1e-4, atol=1e-4)
@@ -110,8 +107,7 @@ def test_residuals_take_up_what_was_lost_and_all_is_sent_in_the_end() -> None:
 
 
 def test_a_block_with_nan_is_nan_and_leaves_its_residual() -> None:
-    codec = TopK()
-    x = numbers(3 * 4096)
+    codec, x = TopK(), numbers(3 * 4096)
     x[5000] = math.inf
     residual = torch.ones(x.numel())
     wire = wire_of(codec, x, residual=residual)
@@ -158,52 +154,21 @@ def test_damaged_wires_are_refused() -> None:
         codec.recode(wire[None], wire.clone(), 8192)
 
 
-# --- between ranks ----------------------------------------------------------------------------------------------------
-
-
-def sums(group: Group, numel: int) -> dict[str, Tensor]:
-    codec = TopK()
-    each = [numbers(numel, rank) for rank in range(group.size())]
-    expected = torch.empty(numel)
-    codec.decode_sum(wires_of(codec, each), expected)
-    found = {"expected": expected}
-    for algorithm in ("one_shot", "auto"):
-        found[algorithm] = each[group.rank()].clone()
-        thinwire.all_reduce(found[algorithm], codec="topk", algorithm=algorithm)  # type: ignore[arg-type]
-    rows = torch.empty(group.size() * numel)
-    thinwire.all_gather_single(rows, each[group.rank()], codec="topk", algorithm="compressed")
-    found["gathered"] = functools.reduce(torch.add, rows.view(group.size(), numel))
-    return found
-
-
 @pytest.mark.parametrize("world", [2, 3])
-def test_sums_are_those_of_the_decoded_wires(ranks: RankPool, world: int) -> None:
-    for found in ranks(world).run(sums, 3 * 4096 + 100):
-        assert torch.equal(found["one_shot"], found["expected"])
-        assert torch.equal(found["gathered"], found["expected"])
-        exact = sum(numbers(3 * 4096 + 100, rank) for rank in range(world))
-        assert torch.equal(found["auto"], found["expected"]) or torch.allclose(found["auto"], exact, atol=1e-4)
-
-
-def refused(group: Group) -> list[str]:
-    x = numbers(8192)
-    calls: list[Any] = [
-        lambda: thinwire.all_reduce(x, codec="topk", algorithm="two_phase"),
-        lambda: thinwire.broadcast(x, 0, codec="topk", algorithm="compressed"),
-        lambda: thinwire.all_to_all_single(x.clone(), x, codec="topk", algorithm="compressed"),
-        lambda: averaged("two_phase"),
-        lambda: thinwire.compress_fsdp(fully_shard(torch.nn.Linear(64, 64)), "int8", "topk"),
-    ]
-    return [message_of(call) for call in calls]
-
-
-def measured(group: Group) -> list[str]:
-    found = thinwire.measure(torch.ones(5000), codec="topk")
-    return [estimate.algorithm for estimate in found.estimates]
-
-
-def test_measure_knows_what_it_travels_by(ranks: RankPool) -> None:
-    assert ranks(2).run(measured) == [["plain", "one_shot"]] * 2
+@on_ranks()
+def test_sums_are_those_of_the_decoded_wires(group: Group, world: int) -> None:
+    numel, codec = 3 * 4096 + 100, TopK()
+    each, want = [numbers(numel, rank) for rank in range(world)], torch.empty(numel)
+    codec.decode_sum(wires_of(codec, each), want)
+    one_shot, auto, rows = each[group.rank()].clone(), each[group.rank()].clone(), torch.empty(world * numel)
+    thinwire.all_reduce(one_shot, codec="topk", algorithm="one_shot")
+    thinwire.all_reduce(auto, codec="topk", algorithm="auto")
+    thinwire.all_gather_single(rows, each[group.rank()], codec="topk", algorithm="compressed")
+    assert torch.equal(one_shot, want)
+    assert torch.equal(functools.reduce(torch.add, rows.view(world, numel)), want)
+    assert torch.equal(auto, want) or torch.allclose(auto, sum(each), atol=1e-4)
+    measured = thinwire.measure(torch.ones(5000), codec="topk").estimates
+    assert [one.algorithm for one in measured] == ["plain", "one_shot"]
 
 
 def averaged(algorithm: str) -> None:
@@ -212,9 +177,17 @@ def averaged(algorithm: str) -> None:
     model(torch.randn(2, 64)).sum().backward()
 
 
-def test_where_sums_would_be_encoded_again_it_is_refused(ranks: RankPool) -> None:
-    for messages in ranks(2).run(refused):
-        places = ("algorithm='two_phase'", "broadcast", "all_to_all_single", "algorithm='two_phase'", "weights=")
-        for place, message in zip(places, messages, strict=True):
-            assert "codec topk sends only the largest numbers, which only one_shot sums support" in message, message
-            assert place in message, message
+@on_ranks(2)
+def test_where_sums_would_be_encoded_again_it_is_refused(group: Group) -> None:
+    x = numbers(8192)
+    calls: list[tuple[Any, str]] = [
+        (lambda: thinwire.all_reduce(x, codec="topk", algorithm="two_phase"), "algorithm='two_phase'"),
+        (lambda: thinwire.broadcast(x, 0, codec="topk", algorithm="compressed"), "broadcast"),
+        (lambda: thinwire.all_to_all_single(x.clone(), x, codec="topk", algorithm="compressed"), "all_to_all_single"),
+        (lambda: averaged("two_phase"), "algorithm='two_phase'"),
+        (lambda: thinwire.compress_fsdp(fully_shard(torch.nn.Linear(64, 64)), "int8", "topk"), "weights="),
+    ]
+    for call, place in calls:
+        message = message_of(call)
+        assert "codec topk sends only the largest numbers, which only one_shot sums support" in message, message
+        assert place in message, message

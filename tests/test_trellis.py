@@ -6,6 +6,7 @@ That all backends give the same bytes is in tests/test_kernels.py.
 import itertools
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import cases
 import thinwire
 from benchmarks import data
 from benchmarks.codec import lost_by
-from ranks import RankPool
+from cases import on_ranks
 from replicas import Group
 from thinwire import CodecError, Lloyd, Trellis, codec as make
 from thinwire.kernels import trellis
@@ -34,8 +35,7 @@ def by_hand(wire: bytes, numel: int) -> list[float]:
     half = (11, 37, 62, 106)
     levels = (*(-level for level in reversed(half)), *half)
     blocks = -(-numel // block)
-    at = 32 + -(-2 * blocks // 16) * 16
-    out = []
+    at, out = 32 + -(-2 * blocks // 16) * 16, []
     for b in range(blocks):
         rest = numel - b * block
         codes = block if rest >= block else max(8, 1 << (rest - 1).bit_length())
@@ -112,17 +112,12 @@ def test_names_and_bits() -> None:
     assert Trellis(2).wire_bytes(5000) == Lloyd(2).wire_bytes(5000)
 
 
-def averaged(group: Group, algorithm: str) -> tuple[list[float], float]:
-    """What this rank gets, and the share of the true mean's power that was lost."""
-    rows = [cases.content("gaussian", 3000, seed=rank) for rank in range(group.size())]
-    x = rows[group.rank()].clone()
-    thinwire.all_reduce(x, dist.ReduceOp.AVG, codec="trellis2", algorithm=algorithm, step=1)  # type: ignore[arg-type]
-    mean = torch.stack(rows).mean(0)
-    return x.tolist(), float((x - mean).square().sum() / mean.square().sum())
-
-
 @pytest.mark.parametrize("algorithm", ["two_phase", "one_shot"])
-def test_ranks_agree_on_sums(ranks: RankPool, algorithm: str) -> None:
-    found = ranks(3).run(averaged, algorithm)
-    assert all(values == found[0][0] for values, _ in found)
-    assert found[0][1] < 0.25  # every part loses 0.09 of its power, as does the sum of the first phase
+@on_ranks(3)
+def test_ranks_agree_on_sums(group: Group, algorithm: Any) -> list[float]:
+    rows = [cases.content("gaussian", 3000, seed=rank) for rank in range(group.size())]
+    x, mean = rows[group.rank()].clone(), torch.stack(rows).mean(0)
+    thinwire.all_reduce(x, dist.ReduceOp.AVG, codec="trellis2", algorithm=algorithm, step=1)
+    lost = (x - mean).square().sum() / mean.square().sum()
+    assert lost < 0.25  # every part loses 0.09 of its power, as does the sum of the first phase
+    return x.tolist()

@@ -101,8 +101,7 @@ def test_permuted_is_what_its_digits_say(select: int) -> None:
 
 
 def test_levels_come_in_two_bytes() -> None:
-    table = LLOYD[4]
-    levels = words_in_memory(4)[16:]
+    table, levels = LLOYD[4], words_in_memory(4)[16:]
     for word in WORDS:
         below = run(four_bytes.CHOOSE.value, levels[0], levels[1], word)
         above = run(four_bytes.CHOOSE.value, levels[2], levels[3], word ^ 0x8888)
@@ -114,9 +113,8 @@ def test_four_levels_are_one_word() -> None:
     (found,) = words_in_memory(2)[4:5]
     for word in WORDS:
         levels = run(four_bytes.CHOOSE.value, found, found, word & 0x3333)
-        assert [byte(levels, i) - 128 for i in range(4)] == [
-            LLOYD[2].signed_levels[word >> 4 * i & 3] for i in range(4)
-        ]
+        found_levels = [byte(levels, i) - 128 for i in range(4)]
+        assert found_levels == [LLOYD[2].signed_levels[word >> 4 * i & 3] for i in range(4)]
 
 
 def words_in_memory(bits: int) -> list[int]:
