@@ -1,5 +1,6 @@
 """The backend "thinwire": which calls travel in which codec, with which numbers, and what ends or refuses a group."""
 
+import functools
 import os
 import signal
 import threading
@@ -22,19 +23,22 @@ from thinwire.group import ThinwireGroup
 from thinwire.group.rules import DEFAULT_RULES, OPERATIONS, GroupRules
 
 Group = dist.ProcessGroup
+CPU = torch.device("cpu")
 ALL = "; ".join(f"{operation}=int8" for operation in OPERATIONS)
 EXACT = (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MANY = 20_000  # elements, above the least size of the default rules
 
 
-def made(rules: str | None = None, **how: Any) -> Any:
-    return dist.new_group(backend="cpu:thinwire", pg_options=thinwire.GroupOptions(rules), **how)
+def made(rules: str | None = None, backend: str = "cpu:thinwire", **how: Any) -> Any:
+    return dist.new_group(backend=backend, pg_options=thinwire.GroupOptions(rules), **how)
 
 
-def numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Tensor:
     found = torch.randn(numel, generator=seeded(rank, numel)) * 10
-    return found > 0 if dtype == torch.bool else found.abs().to(dtype) if dtype == torch.uint8 else found.to(dtype)
+    if dtype == torch.bool:
+        return found.gt(0).to(device)
+    return (found.abs() if dtype == torch.uint8 else found).to(device, dtype)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -114,10 +118,10 @@ def test_rules_come_from_options_environment_or_defaults_and_are_compared(ranks:
 # --- every operation and dtype ----------------------------------------------------------------------------------------
 
 
-def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -> dict[str, Any]:
+def results(group: Any, dtype: torch.dtype, numel: int, device: torch.device = CPU) -> dict[str, Any]:
     """What every operation makes of numbers of a dtype."""
     rank, world = group.rank(), group.size()
-    x = numbers(rank, numel, dtype)
+    x = numbers(rank, numel, dtype, device)
     out: dict[str, Any] = {}
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         out[f"all_reduce {op}"] = x.clone()
@@ -127,7 +131,7 @@ def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -
     out["all_gather"] = [torch.zeros_like(x) for _ in range(world)]
     work = dist.all_gather(out["all_gather"], x, group, async_op=True)
     work.wait()
-    wide = numbers(rank, world * numel, dtype)
+    wide = numbers(rank, world * numel, dtype, device)
     out["reduce_scatter"] = torch.zeros_like(x)
     groups.reduce_scatter_single(out["reduce_scatter"], wide.clone(), group=group)
     out["reduce_scatter list"] = torch.zeros_like(x)
@@ -136,7 +140,7 @@ def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -
     dist.all_to_all_single(out["all_to_all"], wide, group=group)
     sent = [numel + to for to in range(world)]
     mine = [numel + rank] * world
-    uneven = numbers(rank, sum(sent), dtype)
+    uneven = numbers(rank, sum(sent), dtype, device)
     out["all_to_all uneven"] = x.new_zeros(sum(mine))
     dist.all_to_all_single(out["all_to_all uneven"], uneven, mine, sent, group=group)
     out["broadcast"] = x.clone()
@@ -146,9 +150,10 @@ def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -
     out["reduce"] = out["reduce"] if rank == 0 else None
     if world > 1:
         out["recv"] = torch.zeros_like(x)
-        work = dist.isend(x, group=group, group_dst=(rank + 1) % world)
-        dist.recv(out["recv"], group=group, group_src=(rank - 1) % world)
-        work.wait()
+        send = functools.partial(dist.send, x, group=group, group_dst=(rank + 1) % world)
+        receive = functools.partial(dist.recv, out["recv"], group=group, group_src=(rank - 1) % world)
+        for call in (receive, send) if rank % 2 else (send, receive):
+            call()
         ops = [
             dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=1),
             dist.P2POp(dist.irecv, torch.zeros_like(x), group=group, group_peer=(rank - 1) % world, tag=1),
@@ -159,7 +164,7 @@ def results(group: Any, dtype: torch.dtype, numel: int, *, lists: bool = True) -
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "x": 0.1}, group=group)
     out["objects"] = objects
-    dist.barrier(group)
+    groups.barrier(group, device)
     return out
 
 
@@ -187,15 +192,17 @@ def exact(group: Group) -> None:
     assert changed == (compressed if group.size() > 1 else set())
 
 
-def compressed(group: Group, codec: str, dtype: torch.dtype) -> list[str]:
+def compressed(
+    group: Group, codec: str, dtype: torch.dtype, device: torch.device = CPU, backend: str = "cpu:thinwire"
+) -> list[str]:
     """Calls with a rule give the bits of thinwire's verbs on a plain group."""
     rank, world, numel = group.rank(), group.size(), 3001
-    mine = made("; ".join(f"{operation}={codec}" for operation in OPERATIONS))
-    found = results(mine, dtype, numel)
-    how: Any = {"codec": codec, "algorithm": "compressed", "step": 0}
-    x, wide = numbers(rank, numel, dtype), numbers(rank, world * numel, dtype)
+    mine = made("; ".join(f"{operation}={codec}" for operation in OPERATIONS), backend)
+    found = results(mine, dtype, numel, device)
+    how: Any = {"codec": codec, "algorithm": "compressed", "step": 0, "group": group}
+    x, wide = numbers(rank, numel, dtype, device), numbers(rank, world * numel, dtype, device)
     total = x.clone()
-    thinwire.all_reduce(total, codec=codec, algorithm="one_shot" if world == 2 else "two_phase")
+    thinwire.all_reduce(total, group=group, codec=codec, algorithm="one_shot" if world == 2 else "two_phase")
     assert torch.equal(found["all_reduce RedOpType.SUM"], total)
     gathered = x.new_zeros(world * numel)
     thinwire.all_gather_into_tensor(gathered, x, **how)
@@ -210,23 +217,26 @@ def compressed(group: Group, codec: str, dtype: torch.dtype) -> list[str]:
     assert torch.equal(found["all_to_all"], moved)
     sent, mine_ = [numel + to for to in range(world)], [numel + rank] * world
     uneven = x.new_zeros(sum(mine_))
-    thinwire.all_to_all_single(uneven, numbers(rank, sum(sent), dtype), mine_, sent, **how)
+    thinwire.all_to_all_single(uneven, numbers(rank, sum(sent), dtype, device), mine_, sent, **how)
     assert torch.equal(found["all_to_all uneven"], uneven)
-    source = numbers(world - 1, numel, dtype) if rank == world - 1 else x.clone()
+    source = numbers(world - 1, numel, dtype, device) if rank == world - 1 else x.clone()
     thinwire.broadcast(source, group_src=world - 1, **how)
     assert torch.equal(found["broadcast"], source)
     before, after = (rank - 1) % world, (rank + 1) % world
     came = torch.zeros_like(x)
-    works = [thinwire.irecv(came, before, codec=codec), thinwire.isend(x, after, codec=codec)]
-    for work in works:
+    ops = [
+        dist.P2POp(dist.irecv, came, group=group, group_peer=before),
+        dist.P2POp(dist.isend, x, group=group, group_peer=after),
+    ]
+    for work in thinwire.batch_isend_irecv(ops, codec=codec):
         work.wait()
     assert torch.equal(found["recv"], came)
     assert torch.equal(found["batch"], came)
-    exact_ones = results(group, dtype, numel)
+    exact_ones = results(group, dtype, numel, device)
     for name in ("all_reduce RedOpType.MAX", "reduce", "objects"):
         assert same(found[name], exact_ones[name])
     assert not same(found["recv"], exact_ones["recv"])
-    return [digest(found[name]) for name in ("all_reduce RedOpType.SUM", "all_gather_single", "broadcast")]
+    return [digest(found[name].cpu()) for name in ("all_reduce RedOpType.SUM", "all_gather_single", "broadcast")]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -157,7 +157,7 @@ def test_rooms_keep_their_budgets() -> None:
 
 def test_tests_keep_their_budget() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
-    assert lines <= 33_239
+    assert lines <= 33_300
 
 
 def test_kernels_take_structures() -> None:
