@@ -28,7 +28,7 @@ FLOORS = [
     {"errors", "log", "ranges", "version"},
     {"wire"},
     {"kernels"},
-    {"codecs", "feedback"},
+    {"codecs", "exact", "feedback"},
     {"collectives", "schema"},
     {"functional", "qat"},
     {"integrations"},

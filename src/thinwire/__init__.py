@@ -10,7 +10,7 @@ import typing
 from thinwire.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
-    from thinwire import functional as functional, hooks as hooks, qat as qat
+    from thinwire import exact as exact, functional as functional, hooks as hooks, qat as qat
     from thinwire.codecs import (
         BlockInt as BlockInt,
         ByName as ByName,
@@ -79,12 +79,12 @@ _NAMES = {
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(["functional", "hooks", "qat", *_MODULE_OF])
+__all__ = sorted(["exact", "functional", "hooks", "qat", *_MODULE_OF])
 
 if not typing.TYPE_CHECKING:  # which would let a checker take any name
 
     def __getattr__(name: str) -> object:
-        """A public name, from its module; `functional`, `hooks` and `qat` are modules themselves."""
+        """A public name, from its module; `exact`, `functional`, `hooks` and `qat` are modules themselves."""
         if name not in __all__ and name not in _ROOMS:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         if name in _MODULE_OF:
