@@ -59,6 +59,8 @@ if typing.TYPE_CHECKING:
         DiLoCo as DiLoCo,
         FSDPState as FSDPState,
         Stats as Stats,
+        WeightPublisher as WeightPublisher,
+        WeightSubscriber as WeightSubscriber,
         compress_ddp as compress_ddp,
         compress_fsdp as compress_fsdp,
         ddp_hook as ddp_hook,
@@ -73,7 +75,8 @@ _NAMES = {
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
-    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
+    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats WeightPublisher WeightSubscriber "
+    "compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
     "thinwire.rehearsal": "rehearse report_loss",
 }

@@ -11,8 +11,8 @@ Every class has a gap parameter g and a value parameter v. A Rice code with para
 a one, and the k low bits of x. In a class with g = 15 every member's u is Rice coded with v. In other classes changed
 members alone are coded: the number of unchanged members before it (with g), then u - 1 (with v). Where no changed
 member follows in a class, there are as many zeros as are needed to pass its last member, if each passes 2 ** g. A
-value that would have 16 zeros or more has 16, and then its own bits. Bits fill bytes from the lowest on. A block whose code is not
-shorter than its plain numbers consists of these, as its length shows.
+value that would have 16 zeros or more has 16, and then its own bits. Bits fill bytes from the lowest on. A
+block whose code is not shorter than its plain numbers consists of these, as its length shows.
 
 Lengths are known after one pass, so that blocks can be written in parallel. `choose` takes the parameters from counts.
 
