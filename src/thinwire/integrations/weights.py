@@ -41,7 +41,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Update = bytes | bytearray | memoryview | str | os.PathLike[str] | Sequence[Any]
 
 
-class Piece(NamedTuple):
+class WeightBox(NamedTuple):
     """A tensor, or this rank's box of it."""
 
     name: str
@@ -58,14 +58,14 @@ class Piece(NamedTuple):
 class Manifest(NamedTuple):
     """What a publisher sends: pieces in the order of their numbers, and names of tied tensors."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightBox, ...]
     tied: tuple[tuple[str, str], ...]  # a name, and the one it is sent as
 
     @classmethod
     def parse(cls, text: bytes) -> "Manifest":
         try:
             pieces, tied = json.loads(text)
-            found = [Piece(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
+            found = [WeightBox(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
             manifest = cls(tuple(found), tuple((str(a), str(b)) for a, b in tied))
         except (ValueError, TypeError) as error:
             raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
@@ -83,10 +83,10 @@ class Manifest(NamedTuple):
     def digest(self) -> bytes:
         return blake2b(self.text(), digest_size=8).digest()
 
-    def segments(self) -> list[list[Piece]]:
+    def segments(self) -> list[list[WeightBox]]:
         """Pieces that are coded together, by dtype."""
-        closed: list[list[Piece]] = []
-        growing: dict[str, list[Piece]] = {}
+        closed: list[list[WeightBox]] = []
+        growing: dict[str, list[WeightBox]] = {}
         for piece in self.pieces:
             growing.setdefault(piece.dtype, []).append(piece)
             if sum(prod(one.box) for one in growing[piece.dtype]) >= _SEGMENT_NUMEL:
@@ -94,7 +94,7 @@ class Manifest(NamedTuple):
         return closed + list(growing.values())
 
 
-class Message(NamedTuple):
+class WeightMessage(NamedTuple):
     """One message, its checksum verified."""
 
     kind: int
@@ -176,12 +176,12 @@ class WeightPublisher:
             return b"".join(missing)
         return self.snapshot()
 
-    def _piece(self, name: str, local: Tensor, shape: torch.Size, start: tuple[int, ...]) -> Piece:
+    def _piece(self, name: str, local: Tensor, shape: torch.Size, start: tuple[int, ...]) -> WeightBox:
         is_cast = self._dtype is not None and local.is_floating_point()
         dtype = self._dtype if is_cast and self._dtype is not None else local.dtype
         if dtype not in _NAMES:
             raise CollectiveError(f"{name} is {dtype}, which cannot be published; leave it out with names=")
-        return Piece(name, _NAMES[dtype], tuple(shape), start, tuple(local.shape))
+        return WeightBox(name, _NAMES[dtype], tuple(shape), start, tuple(local.shape))
 
     def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
         part, base = self._part, version - (kind == _UPDATE)
@@ -251,7 +251,7 @@ class WeightSubscriber:
         """Apply what the publishers of a group send with `publish(group=group)`; returns the version."""
         return self.apply(_exchange(b"", group))
 
-    def _next(self, messages: list[Message], version: int, copies: dict[int, _Copy]) -> dict[int, _Copy]:
+    def _next(self, messages: list[WeightMessage], version: int, copies: dict[int, _Copy]) -> dict[int, _Copy]:
         """The copies with one version's messages applied; nothing else is changed."""
         found = {message.part: message for message in messages}
         first = messages[0]
@@ -274,7 +274,7 @@ class WeightSubscriber:
             )
         return {part: self._updated(message, copies[part]) for part, message in found.items()}
 
-    def _snapshot(self, message: Message) -> _Copy:
+    def _snapshot(self, message: WeightMessage) -> _Copy:
         size = int.from_bytes(message.body[:4], "little")
         manifest = Manifest.parse(bytes(message.body[4 : 4 + size]))
         at = 4 + size
@@ -289,7 +289,7 @@ class WeightSubscriber:
             at = end
         return _Copy(message.publisher, manifest, segments)
 
-    def _updated(self, message: Message, copy: _Copy) -> _Copy:
+    def _updated(self, message: WeightMessage, copy: _Copy) -> _Copy:
         if message.digest != copy.manifest.digest():
             raise WireError("the update is of other names, shapes or dtypes than the snapshot: apply a new snapshot")
         at, segments = 0, []
@@ -307,7 +307,7 @@ class WeightSubscriber:
             raise WireError("an update does not end with its last segment: it is damaged")
         return copy._replace(segments=segments)
 
-    def _place(self, pieces: list[Piece], manifest: Manifest) -> torch.device | None:
+    def _place(self, pieces: list[WeightBox], manifest: Manifest) -> torch.device | None:
         """The device of a segment's copy; None if the model has none of its tensors."""
         also = {sent: name for name, sent in manifest.tied if name in self._targets}
         wanted = [self._targets.get(p.name, self._targets.get(also.get(p.name, ""))) for p in pieces]
@@ -315,7 +315,7 @@ class WeightSubscriber:
 
     def _check(self, copies: dict[int, _Copy]) -> None:
         """Raise WireError unless the copies have every tensor of the model, in its shape."""
-        sent: dict[str, tuple[Piece, int]] = {}
+        sent: dict[str, tuple[WeightBox, int]] = {}
         for copy in copies.values():
             alike = {piece.name: piece for piece in copy.manifest.pieces}
             tied = [alike[of]._replace(name=name) for name, of in copy.manifest.tied if of in alike]
@@ -458,7 +458,7 @@ def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
     return struct.pack("<I", len(text)) + text + b"".join(map(_bytes, segments))
 
 
-def _messages(update: Update) -> list[Message]:
+def _messages(update: Update) -> list[WeightMessage]:
     """The messages of an update, each checked."""
     if isinstance(update, str | os.PathLike):
         update = Path(update).read_bytes()
@@ -472,7 +472,7 @@ def _messages(update: Update) -> list[Message]:
         end = _HEADER.size + length
         if len(view) < end + 4 or zlib.crc32(view[:end]) != int.from_bytes(view[end : end + 4], "little"):
             raise WireError("an update was cut short or damaged: its checksum is wrong; ask the publisher for it again")
-        message = Message(*fields[1:], view[_HEADER.size : end])
+        message = WeightMessage(*fields[1:], view[_HEADER.size : end])
         if message.kind > _UPDATE or message.part >= message.parts:
             raise WireError("an update is of another version of thinwire: use one version everywhere")
         found.append(message)
@@ -494,7 +494,7 @@ def _write(path: Path, message: bytes) -> None:
         raise
 
 
-def _write_box(tensor: Tensor, piece: Piece, values: Tensor) -> None:
+def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         box = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))]
         box.copy_(values.view(piece.box))
