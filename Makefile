@@ -31,7 +31,7 @@ soak: .venv/.installed
 # instruction set that this machine has. The sanitizer's library is loaded before Python, which was not built with it, and
 # before torch's exceptions: it asks for C++'s library when it starts.
 SANITIZERS ?= address,undefined thread
-SANITIZED := $(addprefix tests/test_,kernels.py fuzz.py codecs.py fake_quantize.py trellis.py)
+SANITIZED := $(addprefix tests/test_,kernels.py fuzz.py codecs.py fake_quantize.py trellis.py exact.py)
 sanitize: .venv/.installed
 	@set -e; for kind in $(SANITIZERS); do \
 	  at=build/sanitize-$$kind; echo "== compiling native/ with the $$kind sanitizer"; \

@@ -54,6 +54,22 @@ kinds.TABLES |= {
         ),
         8,
     ),
+    "exact": (
+        "Bits per bf16 weight from one step to the next; GB of weights per second on one core",
+        (
+            *(*texts("optimizer"), Column("rate", "rate", text), Column("changed", "changed", percent)),
+            *(Column("entropy", "entropy_bits", significant), Column("bits", "wire_bits", significant)),
+            *(
+                Column("×entropy", "times_entropy", significant),
+                Column("index + value", "index_value_bits", significant),
+            ),
+            *(Column("zstd", "zstd_bits", significant), Column("XOR + zstd", "xor_zstd_bits", significant)),
+            *(Column("encode GB/s", "encode_gb_per_s", significant), Column("decode", "decode_gb_per_s", significant)),
+            Column("zstd's", "zstd_encode_gb_per_s", significant),
+            Column("zstd's decode", "zstd_decode_gb_per_s", significant),
+        ),
+        2,
+    ),
     "soak": (
         "Random calls and faults",
         texts("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),

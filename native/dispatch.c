@@ -44,8 +44,10 @@ static void *run_part(void *argument) {
   return NULL;
 }
 
+static int usable(int threads) { return threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads; }
+
 static void run_units(const tw_task *task, tw_range run, int64_t units, int threads) {
-  threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+  threads = usable(threads);
   part parts[MAX_THREADS];
   pthread_t started[MAX_THREADS];
   int running[MAX_THREADS] = {0};
@@ -128,4 +130,34 @@ TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const vo
   run_boxes(&task);
   if (partials) kernels()->finish_fake(&task, fake->cuts_o * fake->cuts_i);
   return TW_OK;
+}
+
+static int64_t exact_blocks(const tw_exact *exact) { return (exact->numel + TW_EXACT_BLOCK - 1) / TW_EXACT_BLOCK; }
+
+/* Bytes of all blocks, one after the other from the start of `room`, which is as long as the numbers; returns how many. */
+TW_EXPORT int64_t tw_exact_encode(const tw_exact *exact, const void *fresh, const void *base, uint8_t *room,
+                                  uint16_t *lengths) {
+  tw_task task = {.exact = exact, .x = fresh, .base = base, .wire = room, .lengths = lengths};
+  int64_t blocks = exact_blocks(exact), threads = usable(exact->threads), end = 0;
+  run_units(&task, kernels()->exact_encode, blocks, exact->threads);
+  for (int64_t i = 0; i < threads; i++) {
+    int64_t first = blocks * i / threads, bytes = 0;
+    for (int64_t k = first; k < blocks * (i + 1) / threads; k++) bytes += lengths[k];
+    memmove(room + end, room + first * TW_EXACT_BLOCK * (exact->bits / 8), (size_t)bytes);
+    end += bytes;
+  }
+  return end;
+}
+
+TW_EXPORT int tw_exact_decode(const tw_exact *exact, const uint8_t *bytes, const int64_t *starts, const void *base,
+                              void *out) {
+  int32_t damaged = 0;
+  tw_task task = {.exact = exact, .wires = bytes, .starts = starts, .base = base, .out = out, .bad_scale = &damaged};
+  run_units(&task, kernels()->exact_decode, exact_blocks(exact), exact->threads);
+  return damaged ? TW_DAMAGED : TW_OK;
+}
+
+TW_EXPORT void tw_exact_count(const tw_exact *exact, const void *fresh, const void *base, int64_t stride, int64_t *counts) {
+  tw_task task = {.exact = exact, .x = fresh, .base = base, .stride = stride, .counts = counts};
+  kernels()->exact_count(&task, 0, exact_blocks(exact));
 }

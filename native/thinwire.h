@@ -1,15 +1,15 @@
-/* Interface of the native kernels: plain C, no torch headers, no Python ABI. kernels/cpu.py mirrors tw_job and tw_fake. */
+/* Interface of the native kernels: plain C, no torch headers, no Python ABI. kernels/cpu.py mirrors its structures. */
 #ifndef THINWIRE_H
 #define THINWIRE_H
 #include <stdint.h>
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-enum { TW_ABI = 5 };
+enum { TW_ABI = 6 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD, TW_TOPK, TW_TRELLIS };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
-enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1 };
+enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1, TW_DAMAGED = 2 };
 
 typedef struct {
   int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD, TRELLIS: 1 = rotated */
@@ -37,6 +37,14 @@ typedef struct {
   int64_t cuts_o, cuts_c, cuts_i; /* into how many parts each of them is cut */
 } tw_fake;
 
+/* Exact differences: see kernels/exact.py. */
+enum { TW_EXACT_BLOCK = 4096 };
+typedef struct {
+  int32_t bits, mantissa, exponents, top, threads; /* exponents: the mask of an exponent */
+  int64_t numel;
+  uint8_t gaps[16], values[16]; /* by class */
+} tw_exact;
+
 /* The buffers of one operation; it runs over blocks [first, last), over elements where there are no blocks. */
 typedef struct {
   const tw_job *job;
@@ -51,7 +59,12 @@ typedef struct {
   void *sums;            /* gradients of scale and shift, two rows */
   double *partials;      /* two a channel for every slice; NULL where no channel is cut */
   double factor;         /* of sums */
-  int32_t *bad_scale;    /* becomes 1 where a scale is none */
+  int32_t *bad_scale;    /* becomes 1 where a scale is none, or an exact wire damaged */
+  const tw_exact *exact; /* instead of job; it runs over blocks */
+  const void *base;      /* exact */
+  uint16_t *lengths;     /* bytes of every exact block, written */
+  const int64_t *starts; /* of every exact block's bytes in wires, and their end */
+  int64_t *counts, stride;
 } tw_task;
 
 typedef void (*tw_range)(const tw_task *task, int64_t first, int64_t last);
@@ -59,6 +72,7 @@ typedef struct {
   const char *name;
   tw_range encode, decode_sum, recode, fake;
   void (*finish_fake)(const tw_task *task, int64_t slices);
+  tw_range exact_encode, exact_decode, exact_count;
 } tw_kernels;
 
 #endif

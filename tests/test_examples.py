@@ -34,7 +34,12 @@ STARTS = {  # of a command in a docstring: what python runs
     "python": (),
 }
 RANKS_IMPORT = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
-FRAMEWORKS = {"accelerate_ddp.py": "accelerate", "lightning_ddp.py": "lightning", "trainer.py": "transformers"}
+FRAMEWORKS = {
+    "accelerate_ddp.py": "accelerate",
+    "lightning_ddp.py": "lightning",
+    "rl_weight_sync.py": "transformers",
+    "trainer.py": "transformers",
+}
 
 
 class Run(NamedTuple):
@@ -58,6 +63,7 @@ RUNS = [
     Run("lightning_ddp.py", 3.3, 8.0, steps=15),  # in each of two epochs
     Run("accelerate_ddp.py", 0.1, 9.0),  # a regression
     Run("trainer.py", 0.3, 7.0),  # tokens that count upwards
+    Run("rl_weight_sync.py", 0.47, 2.6, steps=8),  # half of a random policy's tokens are even
 ]
 
 
@@ -164,6 +170,7 @@ def check(run: Run, out: str) -> None:
 
 
 PROMISES = {
+    "rl_weight_sync.py": ["workers have the trainer's weights: True"],
     "lightning_ddp.py": ["resumed weights differ by 0$"],
     "diloco.py": ["all ranks have the same model: True"],
     "onebit_adam.py": ["all ranks have the same model: True"],

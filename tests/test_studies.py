@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,17 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import clock, codec as codec_bench, delay, kernels as kernels_bench, qat, schemes, tasks, train as bench
+from benchmarks import (
+    clock,
+    codec as codec_bench,
+    delay,
+    exact as exact_bench,
+    kernels as kernels_bench,
+    qat,
+    schemes,
+    tasks,
+    train as bench,
+)
 from benchmarks.schemes import TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
 from benchmarks.train import Trained, TrainPlan
@@ -303,3 +314,28 @@ def test_a_link_with_a_delay() -> None:
     for text in ("10gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
         with pytest.raises(links.BenchError, match="expected"):
             delay.parse(text)
+
+
+# --- exact differences ------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_run(tmp_path: Path) -> None:
+    path = str(tmp_path / "exact.json")
+    result = invoke(exact_bench.command, "--quick", "--json", path)
+    assert result.exit_code == 0, result.output
+    rows = record.read(path).rows
+    assert [(row["optimizer"], row["rate"]) for row in rows] == list(product(("adamw", "sgd"), (1e-6, 3e-5, 1e-3)))
+    for row in rows:
+        changed, least, bits = (row[name] for name in ("changed", "entropy_bits", "wire_bits"))
+        assert 0 < changed < 1
+        assert least < bits < row["index_value_bits"]
+        assert row["decode_gb_per_s"] > 0
+    adamw = [row["wire_bits"] for row in rows[:3]]
+    assert adamw == sorted(adamw)
+
+
+def test_the_entropy_given_an_exponent() -> None:
+    """Half of the numbers near 1 move by one unit, none of those near 2."""
+    base = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.bfloat16)
+    new = torch.tensor([1.0, 1.0078125, 2.0, 2.0], dtype=torch.bfloat16)
+    assert exact_bench.entropy(new, base) == 0.5

@@ -11,7 +11,7 @@ import typing
 from thinwire.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
-    from thinwire import functional as functional, hooks as hooks, qat as qat
+    from thinwire import exact as exact, functional as functional, hooks as hooks, qat as qat
     from thinwire.codecs import (
         BlockInt as BlockInt,
         ByName as ByName,
@@ -66,6 +66,8 @@ if typing.TYPE_CHECKING:
         DiLoCo as DiLoCo,
         FSDPState as FSDPState,
         Stats as Stats,
+        WeightPublisher as WeightPublisher,
+        WeightSubscriber as WeightSubscriber,
         compress_ddp as compress_ddp,
         compress_fsdp as compress_fsdp,
         ddp_hook as ddp_hook,
@@ -82,18 +84,19 @@ _NAMES = {
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.group": "GroupOptions",
-    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
+    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats WeightPublisher WeightSubscriber "
+    "compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
     "thinwire.rehearsal": "rehearse report_loss",
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(["functional", "hooks", "qat", *_MODULE_OF])
+__all__ = sorted(["exact", "functional", "hooks", "qat", *_MODULE_OF])
 
 if not typing.TYPE_CHECKING:  # which would let a checker take any name
 
     def __getattr__(name: str) -> object:
-        """A public name, from its module; `functional`, `hooks` and `qat` are modules themselves."""
+        """A public name, from its module; `exact`, `functional`, `hooks` and `qat` are modules themselves."""
         if name not in __all__ and name not in _ROOMS:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         if name in _MODULE_OF:

@@ -3,7 +3,9 @@
     header (32 bytes) | scales, 2 bytes per block | minima, 2 bytes per block (affine only) | code planes | pad to 16
 
 A topk wire has the upper levels of its blocks where an affine one has minima, and planes of three kinds: codes, the low
-bits of places, and marks.
+bits of places, and marks. A wire of exact differences has a length of its own:
+
+    header (32 bytes) | gap parameters, 16 bytes | value parameters, 16 bytes | length of every block | blocks
 
 docs/internals/wire-format.md describes every byte, with a worked example.
 """
@@ -40,6 +42,7 @@ class Kind(IntEnum):
     LLOYD = 3
     TOPK = 4
     TRELLIS = 5
+    EXACT = 6
 
 
 class CastVariant(IntEnum):
@@ -282,3 +285,76 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
         at, count, dtype = layout.planes[0][1], layout.numel, layout.plain_dtype
     values = wires_WN[:, at : at + count * dtype.itemsize].clone(memory_format=torch.contiguous_format).view(dtype)
     return values.isfinite().all()
+
+
+EXACT_BLOCK = 4096  # numbers of a block of exact differences
+EXACT_CLASSES = 16
+EXACT_DIRECT = 15  # the gap parameter of a class whose members are all coded
+EXACT_MOST_GAP = 12  # the largest other one
+EXACT_TABLES_AT = HEADER_BYTES + 2 * EXACT_CLASSES  # where they end
+EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ExactTables:
+    """How the differences of one tensor are coded; kernels/exact.py says what the parameters mean."""
+
+    top: int  # the exponent of class 0
+    gaps: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def exact_head(tables: ExactTables, dtype: torch.dtype, lengths_K: Tensor, numel: int) -> Tensor:
+    """The first bytes of a wire of exact differences, up to its blocks."""
+    width = 2 if numel and int(lengths_K.max()) > 0xFF else 1
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        Kind.EXACT,
+        8 * dtype.itemsize,
+        EXACT_DTYPES.index(dtype),
+        width,
+        EXACT_BLOCK,
+        tables.top,
+        0,
+        numel,
+    )
+    head = torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
+    lengths = lengths_K.cpu().to(torch.uint8) if width == 1 else lengths_K.cpu().to(torch.int16).view(torch.uint8)
+    return torch.cat([head, lengths]).to(lengths_K.device)
+
+
+def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[ExactTables, Tensor, int]:
+    """The tables, where every block starts and the last one ends, and where the first starts in the wire.
+
+    Checks all of it: what is returned can be decoded without reading outside the wire.
+    """
+    if wire.numel() < EXACT_TABLES_AT:
+        raise WireError(f"a wire of exact differences has {EXACT_TABLES_AT} bytes or more, got {wire.numel()}")
+    head = bytes(wire[:EXACT_TABLES_AT].tolist())
+    magic, version, kind, bits, variant, width, block, top, key, count = _HEADER.unpack(head[:HEADER_BYTES])
+    expected = MAGIC, VERSION, Kind.EXACT, 8 * dtype.itemsize, EXACT_DTYPES.index(dtype), EXACT_BLOCK, 0
+    if (magic, version, kind, bits, variant, block, key) != expected or width not in (1, 2):
+        raise WireError(f"these bytes are no wire of exact differences of {dtype} numbers: {head[:HEADER_BYTES].hex()}")
+    if count != numel:
+        raise WireError(
+            f"the wire has differences of {count} numbers, the base has {numel}: decode with the base of the encoder"
+        )
+    tables = ExactTables(
+        top, tuple(head[HEADER_BYTES : HEADER_BYTES + EXACT_CLASSES]), tuple(head[HEADER_BYTES + EXACT_CLASSES :])
+    )
+    gaps = all(gap == EXACT_DIRECT or gap <= EXACT_MOST_GAP for gap in tables.gaps)
+    if top > 0xFF or not gaps or max(tables.values) >= bits:
+        raise WireError("the tables of a wire of exact differences are damaged")
+    blocks_at = EXACT_TABLES_AT + width * -(-numel // EXACT_BLOCK)
+    lengths = wire[EXACT_TABLES_AT:blocks_at].cpu().contiguous()
+    lengths = lengths.long() if width == 1 else lengths.clone().view(torch.int16).long() & 0xFFFF
+    plain = torch.full_like(lengths, EXACT_BLOCK * dtype.itemsize)
+    plain[-1:] = (numel - EXACT_BLOCK * (len(plain) - 1)) * dtype.itemsize
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    if wire.numel() != blocks_at + int(starts[-1]) or bool((lengths > plain).any()):
+        raise WireError(
+            f"the blocks of a wire of exact differences have {int(starts[-1])} bytes, {wire.numel() - blocks_at} came: "
+            "the wire was cut short or damaged"
+        )
+    return tables, starts, blocks_at

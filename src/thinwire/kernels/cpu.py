@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
-from thinwire.kernels import reference
+from thinwire.kernels import exact, reference
 from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, TrellisTable, decoding, table_of
-from thinwire.wire import HEADER_BYTES, Format, Layout, read_key
+from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 5  # of native/thinwire.h
+_ABI = 6  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
+_DAMAGED = 2  # TW_DAMAGED there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
@@ -49,6 +50,16 @@ class _Fake(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_int32, "dtype threads quant_min quant_max offset paper"),
         *_fields(ctypes.c_int64, "outer channels inner cuts_o cuts_c cuts_i"),
+    )
+
+
+class _Exact(ctypes.Structure):
+    """Mirror of tw_exact in native/thinwire.h."""
+
+    _fields_ = (
+        *_fields(ctypes.c_int32, "bits mantissa exponents top threads"),
+        ("numel", ctypes.c_int64),
+        *_fields(ctypes.c_uint8 * EXACT_CLASSES, "gaps values"),
     )
 
 
@@ -113,6 +124,38 @@ def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     slices = job.cuts_o * job.cuts_i
     partials = None if slices == 1 else torch.empty(slices, *of.scale_C.shape, 2, dtype=torch.float64)
     _library().tw_fake_quantize_grad(job, *[None if t is None else t.data_ptr() for t in (*of, partials)], factor)
+
+
+def exact_count(new: Tensor, base: Tensor) -> Tensor:
+    """How many numbers of the counted blocks have each exponent and each length of u."""
+    counts = torch.zeros(exact.EXPONENTS, exact.LENGTHS, dtype=torch.int64)
+    pointers = new.data_ptr(), base.data_ptr(), exact.counted_stride(base.numel()), counts.data_ptr()
+    _library().tw_exact_count(_exact(ExactTables(0, (), ()), base), *pointers)
+    return counts
+
+
+def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of all blocks, one after the other, and the length of each."""
+    room = torch.empty(base.nbytes, dtype=torch.uint8)
+    lengths = torch.empty(-(-base.numel() // EXACT_BLOCK), dtype=torch.int16)
+    pointers = new.data_ptr(), base.data_ptr(), room.data_ptr(), lengths.data_ptr()
+    used = _library().tw_exact_encode(_exact(tables, base), *pointers)
+    return room[:used], lengths.int() & 0xFFFF
+
+
+def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
+    """out = the numbers that were encoded; False if the bytes are damaged."""
+    pointers = blocks.data_ptr(), starts.data_ptr(), base.data_ptr(), out.data_ptr()
+    return bool(_library().tw_exact_decode(_exact(tables, base), *pointers) != _DAMAGED)
+
+
+def _exact(tables: ExactTables, base: Tensor) -> _Exact:
+    bits, mantissa, exponents, _ = exact.FORMATS[base.dtype]
+    threads = max(1, min(torch.get_num_threads(), base.numel() // _ELEMENTS_PER_THREAD))
+    job = _Exact(bits, mantissa, exponents, tables.top, threads, base.numel())
+    job.gaps[: len(tables.gaps)] = tables.gaps
+    job.values[: len(tables.values)] = tables.values
+    return job
 
 
 @lru_cache(maxsize=1024)
@@ -221,4 +264,9 @@ def _declare(library: ctypes.CDLL) -> None:
     fake = ctypes.POINTER(_Fake)
     library.tw_fake_quantize.argtypes = [fake, *[pointer] * 4]
     library.tw_fake_quantize_grad.argtypes = [fake, *[pointer] * 7, ctypes.c_double]
+    coded = ctypes.POINTER(_Exact)
+    library.tw_exact_encode.argtypes = [coded, *[pointer] * 4]
+    library.tw_exact_encode.restype = ctypes.c_int64
+    library.tw_exact_decode.argtypes = [coded, *[pointer] * 4]
+    library.tw_exact_count.argtypes = [coded, pointer, pointer, ctypes.c_int64, pointer]
     library.tw_variant.restype = ctypes.c_char_p

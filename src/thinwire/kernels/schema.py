@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.wire import Format, Kind, Layout, hash_once
+from thinwire.wire import ExactTables, Format, Kind, Layout, hash_once
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,15 @@ class Backend(Protocol):
         dx is the same bytes from every backend. The order of the sums is the backend's own. The second row need only
         be written where there is a shift.
         """
+
+    def exact_count(self, new: Tensor, base: Tensor) -> Tensor:
+        """How many numbers of the counted blocks have each exponent and each length of u: see kernels/exact.py."""
+
+    def exact_encode(self, tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes of all blocks of exact differences, one after the other, and the length of each."""
+
+    def exact_decode(self, tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
+        """out = the numbers that were encoded; False if the bytes are damaged. All blocks lie inside their bytes."""
 
 
 @dataclass(frozen=True)

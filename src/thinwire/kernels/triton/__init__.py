@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
+from thinwire.kernels.exact import (
+    exact_count as exact_count,
+    exact_decode as exact_decode,
+    exact_encode as exact_encode,
+)
 from thinwire.kernels.schema import Encoding, FakeGradients, Grid, decoding
 from thinwire.wire import CastVariant, Format, Kind
 

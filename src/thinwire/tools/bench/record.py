@@ -49,6 +49,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "loss": ("size", "optimizer", "arm", "bits", "world", "seeds", "val_loss", "gap_nats", "gap_half", "more_tokens"),
     "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
+    "exact": ("optimizer", "rate", "changed", "entropy_bits", "wire_bits", "times_entropy", "index_value_bits"),
     "link": ("world", "link", "backend", "nbytes", *TIMES, "gbit_per_s"),
     "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
 }

@@ -1,0 +1,56 @@
+"""Exact differences between a tensor and a base that both ends hold: bit for bit, whatever changed.
+
+`decode(encode(new, base), base)` has the bits of `new`, NaNs and signs of zeros among them. The wire takes as many
+bytes as the change needs: a fraction of a bit per number where little changed, and never more than 2 % over the
+numbers themselves and 64 bytes. kernels/exact.py has the code.
+"""
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.errors import CodecError, WireError
+from thinwire.kernels import exact as definition
+from thinwire.wire import EXACT_DTYPES, exact_head, read_exact_head
+
+__all__ = ["decode", "encode"]
+
+
+def encode(new: Tensor, base: Tensor) -> Tensor:
+    """The difference between two tensors of one shape, dtype (fp32, bf16 or fp16) and device, as a uint8 tensor."""
+    _check(new, base)
+    new, base = new.detach().reshape(-1), base.detach().reshape(-1)
+    backend = kernels.select(base.device)
+    tables = definition.choose(backend.exact_count(new, base), definition.FORMATS[base.dtype].bits)
+    blocks, lengths = backend.exact_encode(tables, new, base)
+    return torch.cat([exact_head(tables, base.dtype, lengths, base.numel()), blocks])
+
+
+def decode(wire: Tensor, base: Tensor) -> Tensor:
+    """The tensor that was encoded against `base`, bit for bit; WireError where the wire is damaged, or another base's.
+
+    A wire has no checksum: one whose damage makes another valid wire decodes to other numbers, as does another base.
+    """
+    _check(base, base)
+    if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.device != base.device:
+        raise WireError(
+            f"a wire is a torch.uint8 tensor of one dimension on {base.device}, where the base is, got {wire.dtype} of "
+            f"shape {tuple(wire.shape)} on {wire.device}"
+        )
+    flat = base.detach().reshape(-1)
+    tables, starts, blocks_at = read_exact_head(wire, base.dtype, base.numel())
+    out = torch.empty_like(flat)
+    if not kernels.select(base.device).exact_decode(tables, wire[blocks_at:].contiguous(), starts, flat, out):
+        raise WireError("a block of a wire of exact differences is damaged, or was encoded against another base")
+    return out.view(base.shape)
+
+
+def _check(new: Tensor, base: Tensor) -> None:
+    if base.dtype not in EXACT_DTYPES:
+        known = ", ".join(str(dtype) for dtype in EXACT_DTYPES)
+        raise CodecError(f"exact differences are of {known}, got {base.dtype}: send other tensors as they are")
+    if (new.shape, new.dtype, new.device) != (base.shape, base.dtype, base.device):
+        raise CodecError(
+            f"a tensor and its base have one shape, dtype and device, got {tuple(new.shape)} {new.dtype} on "
+            f"{new.device} and {tuple(base.shape)} {base.dtype} on {base.device}"
+        )

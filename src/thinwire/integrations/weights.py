@@ -1,0 +1,522 @@
+"""Weights for workers that follow a trainer: what changed since the last version, exactly, over any transport.
+
+A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers; that of an
+update has, for every segment of the manifest, its length, the sum of its new bits, and a wire of exact differences.
+A segment is all tensors of one dtype, up to some millions of numbers. Ranks of a sharded model send a part each: their
+own shards. Messages may follow one another in one buffer. Nothing is unpickled.
+"""
+
+import json
+import os
+import secrets
+import struct
+import tempfile
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import exact
+from thinwire.errors import CollectiveError, WireError
+from thinwire.integrations.models import describe, plain_name
+from thinwire.wire import EXACT_DTYPES
+
+_HEADER = struct.Struct("<4sBxHHxxQQQ8sQ")  # magic, kind, part, parts, publisher, base version, version, digest, body
+_SEGMENT = struct.Struct("<Qq")  # bytes, sum of the new bits
+_MAGIC = b"TWU1"
+_SNAPSHOT, _UPDATE = range(2)
+_SEGMENT_NUMEL = 1 << 22  # a segment is closed when it has as many; tensors are not cut
+_SENT = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in [*_SENT, "float8_e4m3fn", "float8_e5m2"]}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Update = bytes | bytearray | memoryview | str | os.PathLike[str] | Sequence[Any]
+
+
+class WeightBox(NamedTuple):
+    """A tensor, or this rank's box of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]
+    box: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.box) * DTYPES[self.dtype].itemsize
+
+
+class Manifest(NamedTuple):
+    """What a publisher sends: pieces in the order of their numbers, and names of tied tensors."""
+
+    pieces: tuple[WeightBox, ...]
+    tied: tuple[tuple[str, str], ...]  # a name, and the one it is sent as
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Manifest":
+        try:
+            pieces, tied = json.loads(text)
+            found = [WeightBox(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
+            manifest = cls(tuple(found), tuple((str(a), str(b)) for a, b in tied))
+        except (ValueError, TypeError) as error:
+            raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
+        for piece in found:
+            boxes = list(zip(piece.shape, piece.start, piece.box, strict=False))
+            if piece.dtype not in DTYPES or not len(piece.shape) == len(piece.start) == len(piece.box) == len(boxes):
+                raise WireError(f"the manifest of a snapshot is damaged: {piece}")
+            if any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
+                raise WireError(f"the manifest of a snapshot is damaged: {piece}")
+        return manifest
+
+    def text(self) -> bytes:
+        return json.dumps([self.pieces, self.tied], separators=(",", ":")).encode()
+
+    def digest(self) -> bytes:
+        return blake2b(self.text(), digest_size=8).digest()
+
+    def segments(self) -> list[list[WeightBox]]:
+        """Pieces that are coded together, by dtype."""
+        closed: list[list[WeightBox]] = []
+        growing: dict[str, list[WeightBox]] = {}
+        for piece in self.pieces:
+            growing.setdefault(piece.dtype, []).append(piece)
+            if sum(prod(one.box) for one in growing[piece.dtype]) >= _SEGMENT_NUMEL:
+                closed.append(growing.pop(piece.dtype))
+        return closed + list(growing.values())
+
+
+class WeightMessage(NamedTuple):
+    """One message, its checksum verified."""
+
+    kind: int
+    part: int
+    parts: int
+    publisher: int
+    base: int
+    version: int
+    digest: bytes
+    body: memoryview
+
+
+class WeightPublisher:
+    """Publishes the weights of a model, again and again: a snapshot first, then what changed, without loss.
+
+    The model is plain, DDP or FSDP2, or a mapping of names to tensors. Parameters and persistent buffers are published,
+    floating-point ones as `dtype` if it is given; `names` chooses some of them. Of a DDP model one rank publishes; of a
+    sharded one every rank publishes its own shards, and a worker needs the parts of all of them. A copy of what was
+    published last stays on the model's device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        names: Iterable[str] | None = None,
+        history: int = 8,  # updates that `since` can return
+    ) -> None:
+        if dtype is not None and dtype not in EXACT_DTYPES:
+            raise CollectiveError(f"weights are published as {', '.join(map(str, EXACT_DTYPES))}, got dtype={dtype}")
+        self.version = 0  # of what was published last; 0 before that
+        self._model = model
+        self._dtype = dtype
+        self._names = None if names is None else set(names)
+        self._history: deque[tuple[int, bytes]] = deque(maxlen=history)
+        self._id = secrets.randbits(63)
+        self._manifest = Manifest((), ())
+        self._base: list[Tensor] = []
+        self._part = _Part(0, 1, True)
+
+    def publish(self, *, to: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None) -> bytes:
+        """The next version, as bytes; also as the file `to`, which appears whole, or to the workers of `group`.
+
+        A rank of a sharded model writes to `to` with its part's number as a suffix. Ranks of the group that do not
+        publish call `WeightSubscriber.receive`.
+        """
+        tensors, tied, self._part = _published(_state(self._model), self._names)
+        manifest = Manifest(tuple(self._piece(name, *found) for name, found in tensors.items()), tied)
+        values = {name: local for name, (local, _, _) in tensors.items()}
+        new = [_joined([values[p.name] for p in pieces], pieces[0].dtype) for pieces in manifest.segments()]
+        is_new = not self.version or manifest != self._manifest
+        body = _snapshot_body(manifest, new) if is_new else b"".join(map(_difference, new, self._base))
+        message = self._message(_SNAPSHOT if is_new else _UPDATE, self.version + 1, manifest, body)
+        self._manifest, self._base = manifest, new
+        self.version += 1
+        if is_new:
+            self._history.clear()
+        else:
+            self._history.append((self.version, message))
+        if to is not None:
+            _write(Path(to) if self._part.parts == 1 else Path(f"{os.fspath(to)}.{self._part.number}"), message)
+        if group is not None:
+            _exchange(message if self._part.is_sent else b"", group)
+        return message
+
+    def snapshot(self) -> bytes:
+        """All weights of the last version, for a worker that is new or has missed too much."""
+        if not self.version:
+            raise CollectiveError("nothing was published yet: call publish() first")
+        body = _snapshot_body(self._manifest, self._base)
+        return self._message(_SNAPSHOT, self.version, self._manifest, body)
+
+    def since(self, version: int) -> bytes:
+        """What a worker with this version lacks: the updates after it, or a snapshot where that is shorter or all."""
+        missing = [message for number, message in self._history if number > version]
+        is_known = 0 < version <= self.version and len(missing) == self.version - version
+        if is_known and sum(map(len, missing)) <= sum(piece.nbytes for piece in self._manifest.pieces):
+            return b"".join(missing)
+        return self.snapshot()
+
+    def _piece(self, name: str, local: Tensor, shape: torch.Size, start: tuple[int, ...]) -> WeightBox:
+        is_cast = self._dtype is not None and local.is_floating_point()
+        dtype = self._dtype if is_cast and self._dtype is not None else local.dtype
+        if dtype not in _NAMES:
+            raise CollectiveError(f"{name} is {dtype}, which cannot be published; leave it out with names=")
+        return WeightBox(name, _NAMES[dtype], tuple(shape), start, tuple(local.shape))
+
+    def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
+        part, base = self._part, version - (kind == _UPDATE)
+        fields = part.number, part.parts, self._id, base, version, manifest.digest(), len(body)
+        message = _HEADER.pack(_MAGIC, kind, *fields) + body
+        return message + struct.pack("<I", zlib.crc32(message))
+
+
+class _Copy(NamedTuple):
+    """What a subscriber holds of one part: the segments it needs, as they were published."""
+
+    publisher: int
+    manifest: Manifest
+    segments: list[Tensor | None]
+
+
+class WeightSubscriber:
+    """Keeps the weights of a model at the versions that a `WeightPublisher` sends, bit for bit.
+
+    The model, or mapping of names to tensors, may hold some of the published names (`names` chooses some of its own)
+    and other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on `device`,
+    that of each tensor unless it is given. Sharded models and quantized tensors are refused by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        *,
+        names: Iterable[str] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.version = 0  # that was applied last; 0 before that
+        found = _state(model)
+        missing = sorted(set(names or ()) - set(found))
+        if missing:
+            raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
+        self._targets = {name: found[name] for name in (found if names is None else names)}
+        for name, tensor in self._targets.items():
+            if hasattr(tensor, "placements"):
+                raise CollectiveError(f"{name} is sharded, and a worker needs whole tensors: subscribe before sharding")
+            if (tensor.is_floating_point() and tensor.itemsize == 1) or tensor.is_quantized:
+                raise CollectiveError(
+                    f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
+                    "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
+                )
+        self._device = None if device is None else torch.device(device)
+        self._copies: dict[int, _Copy] = {}
+
+    def apply(self, update: Update) -> int:
+        """Apply what `publish`, `since` or `snapshot` returned, or wrote to a file; returns the version.
+
+        All parts of a sharded model go into one call, as a list. An update that is damaged, or that does not follow the
+        version of the subscriber, raises WireError; then the model is as it was.
+        """
+        messages = sorted(_messages(update), key=lambda message: (message.version, message.kind, message.part))
+        version, copies = self.version, self._copies
+        for number in dict.fromkeys(message.version for message in messages):
+            copies = self._next([m for m in messages if m.version == number], version, copies)
+            version = number
+        if version != self.version or copies is not self._copies:
+            self._check(copies)
+            self._write(copies)
+            self.version, self._copies = version, copies
+        return self.version
+
+    def receive(self, group: dist.ProcessGroup) -> int:
+        """Apply what the publishers of a group send with `publish(group=group)`; returns the version."""
+        return self.apply(_exchange(b"", group))
+
+    def _next(self, messages: list[WeightMessage], version: int, copies: dict[int, _Copy]) -> dict[int, _Copy]:
+        """The copies with one version's messages applied; nothing else is changed."""
+        found = {message.part: message for message in messages}
+        first = messages[0]
+        if set(found) != set(range(first.parts)) or any(m.parts != first.parts for m in messages):
+            have = ", ".join(map(str, sorted(found)))
+            raise WireError(f"version {first.version} has {first.parts} parts, got {have}: pass the parts of all ranks")
+        if any((m.kind, m.base) != (first.kind, first.base) for m in messages):
+            raise WireError(f"parts of version {first.version} have different bases: pass the snapshots of all ranks")
+        is_same = all(p in copies and copies[p].publisher == m.publisher for p, m in found.items())
+        if first.kind == _SNAPSHOT:
+            if is_same and first.version < version:
+                raise WireError(f"this snapshot is version {first.version}, the subscriber has {version}: it is old")
+            return {part: self._snapshot(message) for part, message in found.items()}
+        if not is_same:
+            raise WireError("the update is of another publisher, or a restarted one: apply publisher.snapshot() first")
+        if first.base != version:
+            raise WireError(
+                f"the update leads from version {first.base} to {first.version}, the subscriber has {version}: apply "
+                f"publisher.since({version}), or publisher.snapshot()"
+            )
+        return {part: self._updated(message, copies[part]) for part, message in found.items()}
+
+    def _snapshot(self, message: WeightMessage) -> _Copy:
+        size = int.from_bytes(message.body[:4], "little")
+        manifest = Manifest.parse(bytes(message.body[4 : 4 + size]))
+        at = 4 + size
+        if len(message.body) != at + sum(piece.nbytes for piece in manifest.pieces):
+            raise WireError("the numbers of a snapshot do not fit its manifest: it is damaged")
+        segments: list[Tensor | None] = []
+        for pieces in manifest.segments():
+            end = at + sum(piece.nbytes for piece in pieces)
+            device = self._place(pieces, manifest)
+            bits = torch.frombuffer(bytearray(message.body[at:end]) or bytearray(8), dtype=torch.uint8)[: end - at]
+            segments.append(None if device is None else bits.view(DTYPES[pieces[0].dtype]).to(device))
+            at = end
+        return _Copy(message.publisher, manifest, segments)
+
+    def _updated(self, message: WeightMessage, copy: _Copy) -> _Copy:
+        if message.digest != copy.manifest.digest():
+            raise WireError("the update is of other names, shapes or dtypes than the snapshot: apply a new snapshot")
+        at, segments = 0, []
+        for old in copy.segments:
+            if len(message.body) < at + _SEGMENT.size:
+                raise WireError("an update ends before its last segment: it is damaged")
+            size, total = _SEGMENT.unpack_from(message.body, at)
+            body = message.body[at + _SEGMENT.size : at + _SEGMENT.size + size]
+            at += _SEGMENT.size + size
+            new = old if old is None or not size else _decoded(body, old)
+            if new is not None and _sum(new) != total:
+                raise WireError("the weights do not have the sum of the published ones: the update is damaged")
+            segments.append(new)
+        if at != len(message.body):
+            raise WireError("an update does not end with its last segment: it is damaged")
+        return copy._replace(segments=segments)
+
+    def _place(self, pieces: list[WeightBox], manifest: Manifest) -> torch.device | None:
+        """The device of a segment's copy; None if the model has none of its tensors."""
+        also = {sent: name for name, sent in manifest.tied if name in self._targets}
+        wanted = [self._targets.get(p.name, self._targets.get(also.get(p.name, ""))) for p in pieces]
+        return next((self._device or tensor.device for tensor in wanted if tensor is not None), None)
+
+    def _check(self, copies: dict[int, _Copy]) -> None:
+        """Raise WireError unless the copies have every tensor of the model, in its shape."""
+        sent: dict[str, tuple[WeightBox, int]] = {}
+        for copy in copies.values():
+            alike = {piece.name: piece for piece in copy.manifest.pieces}
+            tied = [alike[of]._replace(name=name) for name, of in copy.manifest.tied if of in alike]
+            for piece in [*copy.manifest.pieces, *tied]:
+                sent[piece.name] = piece, prod(piece.box) + sent.get(piece.name, (piece, 0))[1]
+        missing = sorted(set(self._targets) - set(sent))
+        if missing:
+            raise WireError(f"{', '.join(missing)} of the model are not published: choose others with names=")
+        for name, tensor in self._targets.items():
+            piece, numel = sent[name]
+            dtype = DTYPES[piece.dtype]
+            if piece.shape != tuple(tensor.shape) or numel != tensor.numel():
+                raise WireError(f"{name} is published with shape {piece.shape}, the model has {tuple(tensor.shape)}")
+            if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+                raise WireError(f"{name} is published as {dtype}, the model has {tensor.dtype}")
+
+    def _write(self, copies: dict[int, _Copy]) -> None:
+        for copy in copies.values():
+            names: dict[str, list[str]] = {}
+            for name, sent in [*((p.name, p.name) for p in copy.manifest.pieces), *copy.manifest.tied]:
+                names.setdefault(sent, []).append(name)
+            for pieces, values in zip(copy.manifest.segments(), copy.segments, strict=True):
+                if values is None:
+                    continue
+                for piece, part in zip(pieces, values.split([prod(piece.box) for piece in pieces]), strict=True):
+                    for tensor in (self._targets[name] for name in names[piece.name] if name in self._targets):
+                        _write_box(tensor, piece, part)
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    number: int
+    parts: int
+    is_sent: bool  # by this rank, and not by another that holds the same
+
+
+def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, by name, without wrappers'."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    if not isinstance(model, nn.Module | Mapping):
+        raise CollectiveError(f"expected a model, or a mapping of names to tensors, got {type(model).__name__}")
+    if isinstance(model, nn.Module) and any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+        raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(model)}")
+    found = model.state_dict() if isinstance(model, nn.Module) else model
+    return {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _published(
+    state: dict[str, Tensor], names: set[str] | None
+) -> tuple[dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]], tuple[tuple[str, str], ...], _Part]:
+    """This rank's local tensors with the whole shape and where they start; names of tied tensors; the part."""
+    missing = sorted((names or set()) - set(state))
+    if missing:
+        raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
+    tensors = {}
+    tied = []
+    seen: dict[object, str] = {}
+    parts = {_part_of(name, value) for name, value in state.items() if hasattr(value, "placements")} or {
+        _Part(0, 1, True)
+    }
+    if len(parts) > 1:
+        raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
+    part = parts.pop()
+    for name, value in state.items():
+        if names is not None and name not in names:
+            continue
+        local, start = _local(name, value, part)
+        if local is None:
+            continue
+        key = local.data_ptr(), local.shape, local.stride(), local.dtype
+        if local.numel() and key in seen:
+            tied.append((name, seen[key]))
+            continue
+        seen[key] = name
+        tensors[name] = local, value.shape, start
+    return tensors, tuple(tied), part
+
+
+def _part_of(name: str, value: Any) -> _Part:
+    sharded = [dim for dim, placement in enumerate(value.placements) if placement.is_shard()]
+    others = [dim for dim, placement in enumerate(value.placements) if placement.is_replicate()]
+    if len(sharded) != 1 or len(others) + 1 != len(value.placements):
+        raise CollectiveError(f"{name} has placements {value.placements}; tensors sharded once can be published")
+    at = value.device_mesh.get_coordinate()
+    return _Part(at[sharded[0]], value.device_mesh.size(sharded[0]), all(at[dim] == 0 for dim in others))
+
+
+def _local(name: str, value: Any, part: _Part) -> tuple[Tensor | None, tuple[int, ...]]:
+    start = [0] * value.dim()
+    if not hasattr(value, "placements"):
+        return (None if part.number else value.detach()), tuple(start)  # one part has what all ranks hold
+    dim = next(placement.dim for placement in value.placements if placement.is_shard())
+    each = -(-value.shape[dim] // part.parts)
+    start[dim] = min(each * part.number, value.shape[dim])
+    return value.detach().to_local(), tuple(start)
+
+
+def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
+    flat = [value.detach().reshape(-1).to(DTYPES[dtype]) for value in values]
+    return torch.cat(flat) if len(flat) > 1 else flat[0].clone()
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_BITS[x.itemsize])
+
+
+def _sum(x: Tensor) -> int:
+    return int(_bits(x).sum(dtype=torch.int64))
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _difference(new: Tensor, base: Tensor) -> bytes:
+    """A segment of an update; no bytes if nothing has changed, the numbers themselves if their dtype has no code."""
+    body = b""
+    if not torch.equal(_bits(new), _bits(base)):
+        body = _bytes(exact.encode(new, base) if new.dtype in EXACT_DTYPES else new)
+    return _SEGMENT.pack(len(body), _sum(new)) + body
+
+
+def _decoded(body: memoryview, old: Tensor) -> Tensor:
+    wire = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(old.device)
+    if old.dtype in EXACT_DTYPES:
+        return exact.decode(wire, old)
+    if wire.numel() != old.nbytes:
+        raise WireError(f"a segment of {old.nbytes} plain bytes came as {wire.numel()}: the update is damaged")
+    return wire.view(old.dtype)
+
+
+def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
+    text = manifest.text()
+    return struct.pack("<I", len(text)) + text + b"".join(map(_bytes, segments))
+
+
+def _messages(update: Update) -> list[WeightMessage]:
+    """The messages of an update, each checked."""
+    if isinstance(update, str | os.PathLike):
+        update = Path(update).read_bytes()
+    if not isinstance(update, bytes | bytearray | memoryview):
+        return [message for part in update for message in _messages(part)]
+    view, found = memoryview(update).cast("B"), []
+    while len(view):
+        if len(view) < _HEADER.size + 4 or bytes(view[:4]) != _MAGIC:
+            raise WireError("these bytes are no update of a WeightPublisher, or were cut short")
+        *fields, length = _HEADER.unpack_from(view)
+        end = _HEADER.size + length
+        if len(view) < end + 4 or zlib.crc32(view[:end]) != int.from_bytes(view[end : end + 4], "little"):
+            raise WireError("an update was cut short or damaged: its checksum is wrong; ask the publisher for it again")
+        message = WeightMessage(*fields[1:], view[_HEADER.size : end])
+        if message.kind > _UPDATE or message.part >= message.parts:
+            raise WireError("an update is of another version of thinwire: use one version everywhere")
+        found.append(message)
+        view = view[end + 4 :]
+    return found
+
+
+def _write(path: Path, message: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(message)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        box = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))]
+        box.copy_(values.view(piece.box))
+
+
+def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The messages of all ranks of a group that have one."""
+    on_gpu = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    length = torch.tensor([len(message)], device=device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    found = []
+    for rank, size in enumerate(int(one) for one in lengths):
+        if size:
+            is_own = rank == dist.get_rank(group)
+            data = (
+                torch.frombuffer(bytearray(message), dtype=torch.uint8)
+                if is_own
+                else torch.empty(size, dtype=torch.uint8)
+            )
+            data = data.to(device)
+            dist.broadcast(data, group=group, group_src=rank)
+            found.append(_bytes(data))
+    return found

@@ -1,0 +1,382 @@
+"""Weight sync: every version bit for bit on the worker, or the model as it was and an error that says why."""
+
+import copy
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cases
+from ranks import RankPool
+from thinwire import CollectiveError, WeightPublisher, WeightSubscriber, WireError
+
+pytestmark = pytest.mark.usefixtures("served")
+
+
+class Net(nn.Module):
+    """Tied, transposed and frozen weights, and buffers of several kinds."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.body = nn.Sequential(nn.Linear(width, 3 * width), nn.BatchNorm1d(3 * width), nn.Linear(3 * width, width))
+        self.head = nn.Linear(width, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.turned = nn.Parameter(torch.randn(width, 7).t())
+        self.register_buffer("passed", torch.tensor(0.0), persistent=False)
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net().to(dtype)
+
+
+def train(model: nn.Module, rate: float = 1e-3, seed: int = 0) -> None:
+    generator = cases.seeded(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rate * torch.randn(parameter.shape, generator=generator).to(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer += 1
+
+
+def assert_same(got: nn.Module, want: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    for (name, a), b in zip(got.state_dict().items(), want.state_dict().values(), strict=True):
+        b = b.to(dtype).to(a.dtype) if b.is_floating_point() else b
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
+
+
+def test_versions_follow_the_trainer() -> None:
+    trainer, worker = net(), net(1)
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker)
+    assert (publisher.version, subscriber.version) == (0, 0)
+    sizes = []
+    for version in range(1, 5):
+        update = publisher.publish()
+        assert subscriber.apply(update) == publisher.version == subscriber.version == version
+        assert_same(worker, trainer)
+        sizes.append(len(update))
+        train(trainer, seed=version)
+    assert max(sizes[1:]) < sizes[0] / 2
+    publisher.publish()
+    train(trainer, rate=0)  # nothing but the counters of batches
+    assert len(publisher.publish()) < 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_worker_with_another_dtype(dtype: torch.dtype) -> None:
+    """The differences are of what was published, whatever the worker makes of it."""
+    trainer, worker = net(dtype=torch.float32), net(1, dtype)
+    publisher, subscriber = WeightPublisher(trainer, dtype=torch.bfloat16), WeightSubscriber(worker)
+    for seed in range(3):
+        subscriber.apply(publisher.publish())
+        assert_same(worker, trainer)
+        train(trainer, 1e-4, seed)
+
+
+def test_a_worker_with_some_of_the_names() -> None:
+    trainer = net()
+    before = net(1)
+    worker = copy.deepcopy(before)
+    names = ["body.0.weight", "head.weight", "turned"]
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker, names=names)
+    few = {"turned": torch.zeros(7, 24)}
+    also = WeightSubscriber(few)
+    for _ in range(2):
+        update = publisher.publish()
+        subscriber.apply(update)
+        also.apply(update)
+        for name, value in worker.state_dict().items():
+            is_followed = name in (*names, "embedding.weight")  # which is tied
+            assert torch.equal(value, (trainer if is_followed else before).state_dict()[name]), name
+        assert torch.equal(few["turned"], trainer.turned.float())
+        train(trainer)
+
+
+def test_an_untied_worker_gets_tied_weights_twice() -> None:
+    trainer, worker = net(), net(1)
+    worker.head.weight = nn.Parameter(torch.zeros(50, 24, dtype=torch.bfloat16))
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker)
+    plain = sum(t.nbytes for t in {t.data_ptr(): t for t in trainer.state_dict().values()}.values())
+    update = publisher.publish()
+    assert len(update) < plain + 2000  # once on the wire
+    subscriber.apply(update)
+    assert_same(worker, trainer)
+
+
+def test_publishers_of_some_names_and_other_models() -> None:
+    trainer = net()
+    update = WeightPublisher(DistributedDataParallelLike(trainer), names=["turned"]).publish()
+    found = {"turned": torch.empty(7, 24)}
+    WeightSubscriber(found).apply(update)
+    assert torch.equal(found["turned"], trainer.turned.float())
+    with pytest.raises(CollectiveError, match="names has nothing"):
+        WeightPublisher(trainer, names=["nothing"]).publish()
+    with pytest.raises(CollectiveError, match="names has nothing"):
+        WeightSubscriber(trainer, names=["nothing"])
+    with pytest.raises(CollectiveError, match=r"dtype=torch\.int8"):
+        WeightPublisher(trainer, dtype=torch.int8)
+    with pytest.raises(CollectiveError, match="got list"):
+        WeightPublisher([trainer]).publish()  # type: ignore[arg-type]
+
+
+class DistributedDataParallelLike(nn.Module):
+    """What torch.compile makes of a model, as far as names go."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_copies_are_refused_by_name(dtype: torch.dtype) -> None:
+    worker = {"turned": torch.zeros(7, 24).to(dtype)}
+    with pytest.raises((CollectiveError, WireError), match=r"turned is .*(quantized|published as)"):
+        WeightSubscriber(worker).apply(WeightPublisher(net()).publish())
+
+
+def test_what_was_missed_comes_later() -> None:
+    trainer = net()
+    publisher = WeightPublisher(trainer, history=2)
+    with pytest.raises(CollectiveError, match="nothing was published"):
+        publisher.snapshot()
+    workers = [WeightSubscriber(net(seed)) for seed in range(1, 4)]
+    first = publisher.publish()
+    for worker in workers[:2]:
+        worker.apply(first)
+    assert workers[0].apply(publisher.since(1)) == 1  # nothing
+    updates = []
+    for seed in range(2):
+        train(trainer, 1e-5, seed)
+        updates.append(publisher.publish())
+    assert publisher.since(1) == b"".join(updates)
+    workers[0].apply(publisher.since(1))
+    assert len(publisher.since(2)) < len(first) / 4
+    train(trainer)
+    publisher.publish()
+    assert publisher.since(1) == publisher.since(0) == publisher.since(9) == publisher.snapshot()
+    for worker in workers:  # one after two, one after one, one after none
+        worker.apply(publisher.since(worker.version))
+        assert worker.version == 4
+        assert all(
+            torch.equal(a, b) for a, b in zip(worker._targets.values(), trainer.state_dict().values(), strict=True)
+        )
+
+
+def test_another_shape_begins_anew() -> None:
+    trainer = {"w": torch.ones(5), "n": torch.arange(3)}
+    publisher = WeightPublisher(trainer)
+    subscriber = WeightSubscriber(copy.deepcopy(trainer))
+    subscriber.apply(publisher.publish())
+    trainer["w"] = torch.ones(6)
+    with pytest.raises(WireError, match=r"w is published with shape \(6,\), the model has \(5,\)"):
+        subscriber.apply(publisher.publish())
+    assert subscriber.version == 1
+
+
+def refused(subscriber: WeightSubscriber, update: object, says: str) -> None:
+    version = subscriber.version
+    before = {name: value.clone() for name, value in subscriber._targets.items()}
+    with pytest.raises(WireError, match=says):
+        subscriber.apply(update)  # type: ignore[arg-type]
+    assert subscriber.version == version
+    assert all(torch.equal(before[name], value) for name, value in subscriber._targets.items())
+
+
+def test_wrong_updates_are_refused() -> None:
+    trainer = net()
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(net(1))
+    updates = [publisher.publish()]
+    for seed in range(3):
+        train(trainer, seed=seed)
+        updates.append(publisher.publish())
+    refused(subscriber, updates[1], "another publisher")
+    subscriber.apply(updates[:2])
+    refused(subscriber, updates[3], r"from version 3 to 4, the subscriber has 2: apply publisher.since\(2\)")
+    refused(subscriber, updates[1], "from version 1 to 2, the subscriber has 2")
+    refused(subscriber, updates[0], "it is old")
+    refused(subscriber, [updates[2], updates[2][:-1]], "cut short or damaged")
+    refused(subscriber, b"TWU1", "cut short")
+    other = WeightPublisher(trainer)
+    other.publish()
+    train(trainer)
+    refused(subscriber, other.publish(), "another publisher, or a restarted one")
+    assert subscriber.apply(other.snapshot()) == 2
+    refused(subscriber, updates[2], "another publisher")
+    missing = WeightSubscriber({"turned": torch.zeros(7, 24), "extra": torch.zeros(1)})
+    refused(missing, other.snapshot(), "extra of the model are not published")
+
+
+def test_a_reordered_bundle_is_put_in_order() -> None:
+    trainer = net()
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(net(1))
+    updates = [publisher.publish()]
+    for seed in range(3):
+        train(trainer, seed=seed)
+        updates.append(publisher.publish())
+    assert subscriber.apply([updates[2], updates[0], updates[3], updates[1]]) == 4
+
+
+@cases.generated(150)
+@given(data=st.data())
+def test_damaged_updates_change_nothing(data: st.DataObject) -> None:
+    """Also where the checksum is right: whoever writes it may err."""
+    trainer = {"w": torch.linspace(-1, 1, 5000).bfloat16(), "n": torch.arange(3)}
+    worker = {"w": torch.zeros(5000, dtype=torch.bfloat16), "n": torch.zeros(3, dtype=torch.int64)}
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker)
+    snapshot = publisher.publish()
+    trainer["w"] += 0.001
+    message = bytearray(publisher.publish() if data.draw(st.booleans()) else snapshot)
+    if message != snapshot:
+        subscriber.apply(snapshot)
+    before = {name: value.clone() for name, value in worker.items()}
+    at = data.draw(st.integers(0, len(message) - 1))
+    message[at] ^= data.draw(st.integers(1, 255))
+    is_signed = data.draw(st.booleans()) and 24 < at < len(message) - 4
+    if is_signed:
+        message[-4:] = struct.pack("<I", zlib.crc32(message[:-4]))
+    try:
+        subscriber.apply(bytes(message))
+        assert is_signed
+    except WireError:
+        assert all(torch.equal(before[name], value) for name, value in worker.items())
+
+
+def test_files_are_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = net()
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(net(1))
+    path = tmp_path / "weights"
+    assert publisher.publish(to=path) == path.read_bytes()
+    subscriber.apply(path)
+    train(trainer)
+
+    def fails(*_: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="no space"):
+            publisher.publish(to=path)
+    assert [one.name for one in tmp_path.iterdir()] == ["weights"]
+    subscriber.apply(publisher.since(subscriber.version))
+    assert subscriber.version == publisher.version == 2
+
+
+def test_weights_in_inference_mode() -> None:
+    with torch.inference_mode():
+        worker = {"w": torch.zeros(9)}
+    WeightSubscriber(worker).apply(WeightPublisher({"w": torch.ones(9)}).publish())
+    assert torch.equal(worker["w"], torch.ones(9))
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def send_to_workers(group: dist.ProcessGroup, rounds: int) -> list[Tensor]:
+    """Rank 0 trains, a DDP model as it is; the others follow."""
+    model = net(dist.get_rank(group))
+    if dist.get_rank(group) == 0:
+        alone = dist.new_group([0])
+        trainer = DistributedDataParallel(model, process_group=alone)
+        publisher = WeightPublisher(trainer)
+    else:
+        dist.new_group([0])
+        subscriber = WeightSubscriber(model)
+    for seed in range(rounds):
+        if dist.get_rank(group) == 0:
+            publisher.publish(group=group)
+            if seed + 1 < rounds:
+                train(trainer, seed=seed)
+        else:
+            assert subscriber.receive(group) == seed + 1
+    return [value.float() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_group_of_workers(ranks: RankPool, world: int) -> None:
+    first, *others = ranks(world).run(send_to_workers, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+class Blocks(nn.Module):
+    """For FSDP2: rows that no world divides, fewer rows than ranks, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(15, 17)
+        self.second = nn.Linear(17, 2)
+        self.register_buffer("count", torch.zeros(3))
+
+
+def shard(model: nn.Module, mesh_shape: tuple[int, ...], columns: bool) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if columns and parameter.shape[-1] == 15 else None  # torch divides columns evenly only
+
+    return fully_shard(model, mesh=mesh, shard_placement_fn=place)
+
+
+def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], columns: bool) -> list[object]:
+    torch.manual_seed(0)
+    model = Blocks()
+    whole = copy.deepcopy(model)
+    worker = copy.deepcopy(model).bfloat16()
+    trainer = shard(model, mesh_shape, columns)
+    publisher = WeightPublisher(trainer, dtype=torch.bfloat16)
+    subscriber = WeightSubscriber(worker)
+    sizes = []
+    for seed in range(3):
+        update = publisher.publish(group=group)
+        sizes.append(len(update))
+        parts: list[object] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, update)
+        shards = mesh_shape[-1]
+        subscriber.apply(parts[:shards])
+        assert subscriber.version == seed + 1
+        assert_same(worker, whole)
+        with torch.no_grad():
+            for (name, p), full in zip(trainer.named_parameters(), whole.parameters(), strict=True):
+                step = 1e-3 * torch.randn(full.shape, generator=cases.seeded(seed, len(name)))
+                full += step
+                from torch.distributed.tensor import distribute_tensor
+
+                p += distribute_tensor(step, p.device_mesh, p.placements)
+    if shards > 1:
+        with pytest.raises(WireError, match=rf"has {shards} parts, got 0: pass the parts of all ranks"):
+            subscriber.apply(publisher.snapshot() if publisher._part.number == 0 else parts[0])
+    return sizes
+
+
+@pytest.mark.parametrize(("world", "mesh_shape", "columns"), [(2, (2,), False), (3, (3,), True), (4, (2, 2), False)])
+def test_shards_are_published_where_they_are(
+    ranks: RankPool, world: int, mesh_shape: tuple[int, ...], columns: bool
+) -> None:
+    """No rank sends more than its shards, and none gathers the model."""
+    sizes = ranks(world).run(publish_shards, mesh_shape, columns)
+    whole = sum(p.numel() for p in Blocks().parameters()) * 2
+    assert all(first < whole / mesh_shape[-1] + 1500 for first, *_ in sizes)
+
+
+def test_sharded_workers_are_refused(ranks: RankPool) -> None:
+    assert ranks(2).run(sharded_worker) == ["first.weight is sharded, and a worker needs whole tensors"] * 2
+
+
+def sharded_worker(group: dist.ProcessGroup) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        WeightSubscriber(shard(Blocks(), (2,), False))
+    return str(raised.value).partition(":")[0]
