@@ -219,8 +219,6 @@ GARBAGE = 0xA5  # what buffers hold before they are written
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
-
-
 def _integers() -> list[BlockInt]:
     blocks = (128, 32, 40, 8, 256, 1000, 64)  # not all a power of two, not all a multiple of a vector
     choices = [(bits, m, r) for bits in range(8, 1, -1) for m in (0, 1) for r in (0, 1)]
@@ -258,8 +256,6 @@ def block_of(codec: Codec) -> int:
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
-
-
 def _signs(shape: int, g: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (shape,), generator=g).float() * 2 - 1
 
@@ -330,8 +326,6 @@ def mixed(n: int, block: int, dtype: torch.dtype, rank: int, seed: int) -> Tenso
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
-
-
 def wire_of(codec: Codec, x: Tensor, *, step: int = 0, residual: Tensor | None = None) -> Tensor:
     """The wire of x, in a buffer that held something else."""
     wire = torch.full((codec.wire_bytes(x.numel(), x.dtype),), GARBAGE, dtype=torch.uint8, device=x.device)
@@ -413,7 +407,6 @@ def no_host_sync() -> Iterator[None]:
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -450,8 +443,6 @@ def assert_untouched(room: Tensor, buffer: Tensor, what: str) -> None:
 
 
 # --- error bounds, from the definitions in kernels/reference.py -------------------------------------------------------
-
-
 def blocks_of(x: Tensor, block: int) -> Tensor:
     """x as (K, block) in float64, the last block filled with its last element."""
     flat = x.detach().reshape(-1).double()
@@ -547,8 +538,6 @@ def error_bound(codec: Codec, x_KB: Tensor) -> Tensor:
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
-
-
 def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool = False) -> Tensor:
     """A rank's n numbers: both signs, a stretch of zeros, one huge value; broken: one Inf and one NaN as well."""
     x = torch.randn(n, generator=seeded(n, rank), dtype=torch.float64)

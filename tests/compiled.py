@@ -113,8 +113,6 @@ class Driver:
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-
-
 def placed(case: Case, *shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor, on 16 bytes or off them."""
     whole = torch.empty(torch.Size(shape).numel() + case.odd, dtype=dtype, device="meta")
@@ -185,8 +183,6 @@ def start_others() -> None:
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-
-
 class Wanted(NamedTuple):
     """A kernel to compile."""
 

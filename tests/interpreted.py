@@ -33,7 +33,6 @@ F16 = torch.float16
 
 
 # --- what the interpreter does unlike a GPU ---------------------------------------------------------------------------
-
 TORCH = {
     **{tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64},
     **{tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2},
@@ -133,8 +132,6 @@ def create_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
-
-
 class Case(NamedTuple):
     """One codec and what it is tried on."""
 

@@ -180,7 +180,6 @@ def whole(module: nn.Module) -> Tensor:
 
 
 def stats_of(callback: Compress) -> Stats:
-    assert callback.handle is not None
     return callback.handle.stats()
 
 
@@ -240,7 +239,6 @@ def owed(group: Group, way: Way, compress: Options, path: Path) -> dict[str, Any
     """What all ranks remember once a checkpoint was loaded, before any step; empty on all ranks but the first."""
     callback = Compress(**compress)
     run(group, way, callback, ckpt_path=path)
-    assert callback.handle is not None
     return callback.handle.state_dict(gather=True)
 
 
@@ -293,7 +291,6 @@ def nodes(group: Group, per_node: int) -> tuple[tuple[int, ...], Stats]:
     with torchrun(group, per_node):
         run(group, Way(), callback, devices=per_node, num_nodes=group.size() // per_node)
     assert isinstance(callback.handle, thinwire.DDPState)
-    assert callback.handle.options.mesh is not None
     return callback.handle.options.mesh.shape, stats_of(callback)
 
 
@@ -344,7 +341,6 @@ def in_fabric(group: Group, codec: str | None, sharded: bool, path: Path) -> tup
     other, others, another = _set_up(fabric, codec)
     loaded: dict[str, Any] = {"model": other, "optimizer": others, "thinwire": {}}
     fabric.load(path, loaded)
-    assert another is not None
     another.load_state_dict(loaded["thinwire"])
     return whole(model), handle.stats(), [saved, another.state_dict(gather=True)]
 

@@ -115,7 +115,6 @@ def test_a_work_is_torchs(group: Group, algorithm: str) -> None:
         else:
             x = torch.empty(N // group.size())
             work = thinwire.reduce_scatter_tensor(x, similar(group.rank())[: x.numel() * group.size()], **options)
-        assert work is not None
         work.synchronize()
         (result,) = work.result()
         facts = isinstance(work, dist.Work), result is x, work.is_completed(), work.is_success()
@@ -173,7 +172,6 @@ def test_a_timeout_of_zero_is_none(group: Group) -> None:
     for algorithm in ("plain", "two_phase"):
         x = torch.ones(100_000)
         work = thinwire.all_reduce(x, group=group, algorithm=algorithm, async_op=True)  # type: ignore[arg-type]
-        assert work is not None
         work.wait(timedelta(0))
         assert (x - group.size()).abs().max() < 0.1
 

@@ -23,8 +23,6 @@ one_of_each = over("codec", cases.ONE_OF_EACH)
 
 
 # --- error ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["PLAIN", "CASTS", "INTEGERS", "LLOYDS"])
 def test_error_is_within_the_bound_of_the_definition(kind: str) -> None:
     """Every content of fp32, by turns of 16 bits at the ends of blocks; tests/test_properties.py mixes them further."""
@@ -75,8 +73,6 @@ def test_casts_are_exact_on_numbers_of_their_format(name: str) -> None:
 
 
 # --- rounding and scale without bias ----------------------------------------------------------------------------------
-
-
 @over("bits", range(2, 9))
 @over("mode", ["symmetric", "affine"])
 def test_stochastic_rounding_is_unbiased(bits: int, mode: str) -> None:
@@ -144,8 +140,6 @@ def _decoded_at_steps(codec: Codec, x: Tensor, steps: int) -> list[Tensor]:
 
 
 # --- NaN, Inf, zero ---------------------------------------------------------------------------------------------------
-
-
 @each_blocked
 def test_a_bad_block_is_nan_and_its_neighbours_unharmed(codec: Codec) -> None:
     """Every bad number at the start, in the middle and at the end of every other block, and in the short one."""
@@ -211,8 +205,6 @@ def test_tiny_blocks_are_quantized_like_any_other(codec: Codec, name: str) -> No
 
 
 # --- sums and recoding ------------------------------------------------------------------------------------------------
-
-
 @each_codec
 def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
     n, block = 1003, cases.block_of(codec)
@@ -294,8 +286,6 @@ def test_sums_that_no_single_block_could_hold() -> None:
 
 
 # --- residual ---------------------------------------------------------------------------------------------------------
-
-
 @each_codec
 def test_wire_and_residual_together_are_the_input(codec: Codec) -> None:
     for dtype in cases.DTYPES:
@@ -327,8 +317,6 @@ def test_a_bad_block_leaves_its_residual_untouched(codec: Codec) -> None:
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
-
-
 @one_of_each
 def test_strides_do_not_matter(codec: Codec) -> None:
     base = cases.content("gaussian", 2 * 30 * 17).view(30, 34)
@@ -463,8 +451,6 @@ def test_tensors_that_require_grad(codec: Codec) -> None:
 
 
 # --- determinism ------------------------------------------------------------------------------------------------------
-
-
 @one_of_each
 def test_no_global_generator_is_touched(codec: Codec) -> None:
     x = cases.content("gaussian", 500)
@@ -519,8 +505,6 @@ def _flips(x: Tensor, step: int) -> Tensor:
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
-
-
 def test_collectives_may_cut_anywhere_unless_a_codec_is_aligned() -> None:
     assert {codec.unit for codec in cases.CODECS} == {1}
     assert BlockInt(8, 104, aligned=True).unit == 104
@@ -537,8 +521,6 @@ def test_alignment_changes_no_byte(mode: Any) -> None:
 
 
 # --- length of the wire -----------------------------------------------------------------------------------------------
-
-
 def to_16(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
@@ -559,8 +541,6 @@ def test_wire_bytes_are_those_of_the_layout(codec: Codec) -> None:
 
 
 # --- codecs made of codecs --------------------------------------------------------------------------------------------
-
-
 def test_by_size_encodes_through_the_codec_of_the_length() -> None:
     codec = BySize(small=Cast("fp16"), large=Lloyd(3, seed=5), min_numel=100)
     for n, leaf in ((0, Cast("fp16")), (99, Cast("fp16")), (100, Lloyd(3, seed=5)), (5000, Lloyd(3, seed=5))):

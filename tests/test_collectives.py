@@ -78,8 +78,6 @@ BY_DEVICE = [  # torch's own verbs are torch's affair on a GPU
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
-
-
 class Case(NamedTuple):
     """One all_reduce."""
 
@@ -354,7 +352,6 @@ def arguments_by_position(group: Group) -> None:
     """As in torch."""
     x = torch.full((6,), 1.0)
     work = thinwire.all_reduce(x, AVG, group, True, codec="none", algorithm="two_phase")
-    assert work is not None
     assert work.wait()
     assert (x == 1).all()
     y, z = torch.empty(3 * group.size()), torch.ones(3)
@@ -421,8 +418,6 @@ def test_two_ranks_with(ranks: RankPool, check: Callable[[Group], None]) -> None
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-
 def in_groups(group: Group) -> list[float]:
     """A group of all, one of some, a mesh, a mesh's dimension."""
     rank, world = group.rank(), group.size()
@@ -497,8 +492,6 @@ def test_an_error_past_the_largest_number_is_none(group: Group) -> None:
 
 
 # --- works ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
 @on_ranks()
@@ -551,8 +544,6 @@ def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(group:
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
-
-
 def coalesced(
     group: Group, codec: str, algorithm: str, sizes: Sequence[int], device: Device
 ) -> tuple[str, list[Tensor], list[Tensor]]:
@@ -580,7 +571,6 @@ def test_coalesced_tensors_are_reduced_as_one_row(ranks: RankPool, world: int, d
 
 
 # --- the other verbs --------------------------------------------------------------------------------------------------
-
 PARTS = (0, 1, 63, 129, 1511)  # elements per rank
 UNEVEN = ((5, 0, 130, 1), (0, 2000, 1, 7), (0, 0, 0, 0), (64, 64, 64, 64))  # of four ranks
 Outputs = dict[str, list[Tensor]]  # by verb
@@ -891,8 +881,6 @@ def test_codecs_made_of_codecs_choose_by_the_whole_tensor(ranks: RankPool) -> No
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
     """(what is said, what should be: its beginning) of every misuse. All ranks make the same mistakes."""
     world = group.size()
@@ -1001,8 +989,6 @@ def test_a_job_without_groups_is_told() -> None:
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def counted(group: Group, codec: str, numel: int) -> dict[str, tuple[int, int]]:
     """Bytes sent and received by every verb."""
     world, found, member = group.size(), {}, dist.new_group()
@@ -1040,8 +1026,6 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 
 
 # --- on a mesh, exactly -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 @on_ranks(4)
 def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(group: Group, shape: tuple[int, int]) -> None:

@@ -229,8 +229,6 @@ def test_what_auto_chose_is_not_measured_again(group: Group) -> str:
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def shared_folder(group: Group) -> Iterator[str]:
     """One for all ranks."""
@@ -292,8 +290,6 @@ def test_distributed_checkpoints_are_dealt_to_fewer_ranks(ranks: RankPool) -> No
 
 
 # --- other worlds -----------------------------------------------------------------------------------------------------
-
-
 def go_on(
     group: Group, options: Mapping[str, Any], states: list[State] | None, steps: range
 ) -> tuple[State, Tensor, Tensor]:
@@ -364,8 +360,6 @@ def converge(group: Group, options: Mapping[str, Any], states: list[State], step
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 def misfits(group: Group, others: list[State]) -> dict[str, str]:
     """What is said of states that do not fit; `others` are four ranks'."""
     model = wrap(Given(), group)
@@ -451,8 +445,6 @@ def test_the_optimizer_that_is_named_counts_before_that_of_a_state(group: Group)
 
 
 # --- frozen parameters ------------------------------------------------------------------------------------------------
-
-
 class Resumed(NamedTuple):
     alike: bool  # whether ranks have the same gradients
     error: float  # of these, relative
@@ -503,8 +495,6 @@ def test_a_resumed_run_may_freeze_other_layers(
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
-
-
 PICKLED: list[dict[str, Any]] = [
     CLASSIC,
     {"codec": "lloyd1", "feedback": "ef21"},

@@ -23,9 +23,8 @@ from thinwire import Lloyd, compress_ddp
 from thinwire.collectives import chunks
 from thinwire.integrations import choice
 
+
 # --- classic feedback -------------------------------------------------------------------------------------------------
-
-
 def conserve(
     group: Group, options: Mapping[str, Any], steps: int, constant: bool = False, device: Device = CPU
 ) -> tuple[Tensor, Tensor]:
@@ -127,8 +126,6 @@ def test_residuals_stay_bounded(ranks: RankPool, world: int) -> None:
 
 
 # --- EF21 -------------------------------------------------------------------------------------------------------------
-
-
 def track(
     group: Group, options: Mapping[str, Any], steps: int, device: Device = CPU
 ) -> tuple[list[float], bool, float, bool]:
@@ -173,8 +170,6 @@ def test_ef21_moves_with_its_parameters(ranks: RankPool) -> None:
 
 
 # --- which feedback ---------------------------------------------------------------------------------------------------
-
-
 FEEDBACKS = {  # by codec: after SGD, after Adam
     **dict.fromkeys(("lloyd1", "lloyd2", "int2", "lloyd3", "auto:2.5"), ("classic", "none+moments")),
     **dict.fromkeys(("lloyd4", "int8", "bf16"), ("none", "none")),
@@ -269,8 +264,6 @@ def test_options_that_differ_by_rank_raise_on_all(group: Group) -> None:
 
 
 # --- NaN and infinities -----------------------------------------------------------------------------------------------
-
-
 class Broken(NamedTuple):
     """What one bad number on rank 1 does."""
 

@@ -31,7 +31,6 @@ from thinwire import compress_ddp
 from thinwire.collectives import transport
 
 # --- everything DDP does ----------------------------------------------------------------------------------------------
-
 Model = DistributedDataParallel
 Result = list[Tensor | None]
 
@@ -241,8 +240,6 @@ def test_accumulated_gradients_travel_once(group: Group, options: Mapping[str, A
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-
 def in_subgroup(group: Group, options: Mapping[str, Any]) -> Tensor | None:
     """A DDP of ranks 1 and 2 of three."""
     pair = dist.new_group([1, 2])
@@ -310,8 +307,6 @@ def test_threads_train_models_at_the_same_time(group: Group) -> None:
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["int8", "lloyd1 ef21", *thorough("none", "lloyd2 classic")])
 @on_ranks(3)
 def test_a_state_by_hand_does_the_same(group: Group, name: str) -> None:
@@ -330,8 +325,6 @@ def test_a_state_by_hand_does_the_same(group: Group, name: str) -> None:
 
 
 # --- overlap ----------------------------------------------------------------------------------------------------------
-
-
 class Hurdle(torch.autograd.Function):
     """In backward, waits until a message is being sent, which waits until backward has come here."""
 
@@ -406,8 +399,6 @@ def test_delays_change_no_result(group: Group, name: str) -> str:
 
 
 # --- beginning and end ------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, rare=[3])
 def test_a_closed_model_is_plain_and_may_be_opened_again(group: Group) -> None:
     model, bare = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)

@@ -39,8 +39,6 @@ def compute_of(dtype: torch.dtype) -> torch.dtype:
 
 
 # --- requests to a backend, and what they must give -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Request:
     """Arguments of both operations."""
@@ -157,7 +155,6 @@ def test_bad_channels_are_nan_and_their_neighbours_are_not(offset: bool, place: 
     for shape in ((3, 9, 1), (2, 9, 100), (1, 9, 20)):
         r = request(shape, torch.float32, Grid(-8, 7, offset))
         r.x.nan_to_num_()
-        assert r.shift is not None
         r.scale[1 : 1 + len(BAD_SCALES)], r.shift[6] = torch.tensor(BAD_SCALES), math.nan
         wants, gots = [], []
         for backend, device, into in ((reference, CPU, wants), (BACKENDS[place.backend], place.device, gots)):
@@ -188,8 +185,6 @@ def test_gradients_that_are_not_finite_stay_in_their_channel(place: Place) -> No
 
 
 # --- threads and cuts -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def parts_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Tensors are cut into parts of so many elements, rows of a part half as long at least."""
@@ -279,8 +274,6 @@ def test_nothing_is_written_outside_the_buffers() -> None:
 
 
 # --- the formulas, written out ----------------------------------------------------------------------------------------
-
-
 def by_hand(
     x: list[float], g: list[float], s: float, shift: float, low: int, high: int, *, kind: str, paper: bool
 ) -> tuple[list[float], list[float], float, float]:
@@ -333,7 +326,6 @@ def test_the_formulas_element_by_element(dtype: torch.dtype, gradient: str, kind
             size = grad[c].double().abs().sum().item() * 42 * unit
             assert abs(scale.grad[c].item() - channel[2]) <= size * (abs(low) + abs(high) + 20)
             if shifts:
-                assert shift.grad is not None
                 assert abs(shift.grad[c].item() - channel[3]) <= size * max(1.0, scale[c].item())
 
 
@@ -353,8 +345,6 @@ def test_factor_of_the_parameters_gradients(gradient: str) -> None:
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
-
-
 def run(x: Tensor, grad: Tensor, channels: int, dtype: torch.dtype = torch.float32, **how: Any) -> list[Tensor]:
     """y and the gradients of x, scale and zero point."""
     x, g = x.detach().requires_grad_(), cases.seeded(channels)
@@ -409,8 +399,6 @@ def test_empty_tensors_and_tensors_of_no_dimension(
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, "beside"], ids=str)
 def test_scales_of_any_dtype_and_shape(dtype: Any) -> None:
     """They take part as fp32 numbers; their gradients have their dtype and shape."""
@@ -426,7 +414,6 @@ def test_scales_of_any_dtype_and_shape(dtype: Any) -> None:
         cases.assert_same(y, want)
         y.backward(grad)
         want.backward(grad)
-        assert scale.grad is not None
         assert wide.grad is not None
         assert (scale.grad.dtype, scale.grad.shape) == (scale.dtype, scale.shape)
         cases.assert_same(scale.grad, wide.grad.view(scale.shape).to(scale.dtype))
@@ -461,8 +448,6 @@ def test_no_second_derivative() -> None:
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
-
-
 def module(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return fake_quantize(x, scale, offset=offset, quant_min=-8, quant_max=7, axis=1) * 2
 
@@ -518,7 +503,6 @@ def test_the_op_keeps_the_rules_of_torch_library(axis: int | None) -> None:
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
-
 GOOD: dict[str, Any] = {"x": torch.ones(4, 6), "scale": torch.ones(1), "quant_min": -8, "quant_max": 7}
 
 
@@ -567,8 +551,6 @@ def test_a_scale_that_is_none_is_named(value: float, rows: int, backend: str) ->
 
 
 # --- any shape, axis, width and dtype ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Asked:
     """A call of the op."""

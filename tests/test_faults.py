@@ -72,8 +72,6 @@ def until(holds: Callable[[], bool], seconds: float = 3.0) -> bool:
 
 
 # --- a rank that is lost ----------------------------------------------------------------------------------------------
-
-
 def calls_of(verb: str, group: Group) -> Callable[[int], Any]:
     """A call of some kind on so many elements."""
     if verb == "ddp":
@@ -165,12 +163,7 @@ def lose_beside_training(group: Group, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [
-        ("synchronize", "DiLoCo.synchronize("),
-        ("gather", "state_dict("),
-        ("load", "load_state_dict("),
-        ("qat", "qat("),
-    ],
+    [("synchronize", "DiLoCo.synchronize("), ("gather", "state_dict("), ("load", "load_state_dict("), ("qat", "qat(")],
 )
 @in_time
 def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, kind: str, said: str) -> None:
@@ -324,8 +317,6 @@ def test_a_first_call_that_waits_for_others_can_be_interrupted(ranks: RankPool) 
 
 
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
-
-
 def fail(group: Group, async_op: bool) -> tuple[str, float]:
     """Rank 1 has no memory left when it encodes."""
     member = dist.new_group()
@@ -355,8 +346,6 @@ def test_the_failure_of_one_rank_is_told_to_all(ranks: RankPool, world: int, asy
 
 
 # --- a store that hangs or is gone ------------------------------------------------------------------------------------
-
-
 class Hung:
     """A store whose host does not answer."""
 
@@ -402,8 +391,6 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 
 
 # --- a bit that flips on the way --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG"])
 @on_ranks(2)
 def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(group: Group, variable: str) -> None:
@@ -461,8 +448,6 @@ def test_checksums_are_for_all_ranks(group: Group) -> None:
 
 
 # --- what a failure leaves --------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, gives=(True, True, True))
 def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
     """Whether tensor, group and thread end, when the caller has let go of everything but the error."""
@@ -515,8 +500,6 @@ def test_threads_end_with_the_groups_whoever_holds_them(ranks: RankPool, kind: s
 
 
 # --- callbacks, forks, and the end of a process -----------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(group: Group) -> None:
     """A callback that waits for its own group, and one that only starts something."""
@@ -553,8 +536,6 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(group: Group) -> l
 
 
 # --- jobs that are started again --------------------------------------------------------------------------------------
-
-
 KINDS = [pytest.param(kind, marks=pytest.mark.program(str(TESTS / "elastic.py"), kind)) for kind in ("ddp", "fsdp")]
 
 

@@ -41,8 +41,6 @@ def dyadic(n: int, *seeds: int) -> Tensor:
 
 
 # --- memories ---------------------------------------------------------------------------------------------------------
-
-
 def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What a memory of `dtype` keeps of a span."""
     return values.to(dtype).float()
@@ -106,8 +104,6 @@ def test_what_a_memory_was_filled_with_is_a_copy_of_its_size() -> None:
 
 
 # --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
-
-
 @generated(70)
 @given(
     codec=st.sampled_from(cases.CODECS),
@@ -160,7 +156,6 @@ def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
 
 
 # --- ledgers ----------------------------------------------------------------------------------------------------------
-
 SIZES = {"a": 3, "b": 0, "c": 129, "d": 1, "e": 40, "f": 300}
 
 
@@ -316,8 +311,6 @@ def test_deal_gives_everything_to_somebody_once(world: int, new_world: int) -> N
 
 
 # --- feedback over ranks in one process -------------------------------------------------------------------------------
-
-
 class Link(Transport):
     """One rank's end of a group that lives in one process."""
 

@@ -90,8 +90,6 @@ def everyone(group: Group, x: Any) -> list[Any]:
 
 
 # --- values and gradients against plain torch -------------------------------------------------------------------------
-
-
 def expected(name: str, group: Group, inputs: list[Tensor]) -> Tensor:
     """What a verb gives, from every rank's input."""
     rank, world = group.rank(), group.size()
@@ -181,8 +179,6 @@ def test_a_gradient_has_a_gradient(group: Group) -> None:
 
 
 # --- two codecs -------------------------------------------------------------------------------------------------------
-
-
 def gradient(verb: Verb, x: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(output, gradient of the input, gradient that came in)."""
     x = x.detach().requires_grad_()
@@ -266,8 +262,6 @@ def test_empty_tensors(group: Group) -> list[tuple[int, ...]]:
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
 def opcheck(group: Group, names: list[str], checks: list[str]) -> list[str]:
     failed = []
     named = verbs(group, codec="int8", backward_codec="bf16")
@@ -413,7 +407,6 @@ def test_compiled_with_splits_from_a_tensor(group: Group) -> bool:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
 REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
     (lambda x: F.all_reduce(x, "max"), "op must be one of sum, avg"),
     (lambda x: F.reduce_scatter(x, dist.ReduceOp.MAX), "op must be one of sum, avg"),

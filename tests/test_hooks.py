@@ -93,7 +93,6 @@ def run_hook(hook: Any, x: Tensor, state: Any = None) -> Tensor:
 
 
 # --- names and shapes -------------------------------------------------------------------------------------------------
-
 TORCH = {
     **{name: getattr(default_hooks, name) for name in default_hooks.__all__},
     "quantization_pertensor_hook": quantization_hooks.quantization_pertensor_hook,
@@ -131,8 +130,6 @@ def test_misuse_is_refused() -> None:
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
 def mean_range(name: str, xs: Sequence[Tensor]) -> Range:
     """Where the mean of all ranks' numbers may lie: a rounding a rank, and one of the sum unless two ranks tell all."""
     world, dtype, coder = len(xs), xs[0].dtype, thinwire.codec(CODECS[name])
@@ -207,8 +204,6 @@ def test_a_complex_bucket_is_its_real_and_imaginary_parts(group: Group, dtype: t
 
 
 # --- what torch's hooks get wrong -------------------------------------------------------------------------------------
-
-
 @worlds(3, rare=[2, 4])
 def test_fp16_does_not_overflow_where_the_mean_fits(ranks: RankPool, world: int) -> None:
     """torch's casts before it divides: inf."""
@@ -341,8 +336,6 @@ def test_channels_of_any_size_are_counted_from_the_start(
 
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
-
-
 def summing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     """A user's hook: its state is no group, and its future holds a list of one, as torch's works give it."""
     state.append(bucket.buffer().dtype)
@@ -461,7 +454,6 @@ def test_power_sgd_runs_in_sixteen_bits(ranks: RankPool, kind: str) -> None:
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
-
 MIXED: Shapes = (
     *(((5, 7), torch.float32), ((0, 3), torch.float32), ((33,), torch.bfloat16), ((9,), torch.float16)),
     *(((4, 4), torch.float64), ((3, 5), torch.complex64), ((11,), torch.complex128), ((600,), torch.float32)),
@@ -550,7 +542,6 @@ def assert_means(
         if not given:
             assert y is None
             continue
-        assert y is not None
         assert y.dtype == given[0].dtype
         wide = torch.complex128 if y.is_complex() else torch.float64
         error = (y.to(wide) - torch.stack([g.to(wide) for g in given]).sum(0) / world).abs()
@@ -690,8 +681,6 @@ def test_allreduce_takes_sparse_gradients_as_ddp_does(group: Group) -> str:
 
 
 # --- the compiled path ------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1, 2, rare=[3], gives=[])
 def test_a_pair_is_reduced_in_place(group: Group) -> list[str]:
     """Hooks that do something else to a (grad, param) pair than to a bucket; some of torch's take no pairs."""
@@ -775,8 +764,6 @@ def test_compiled_ddp(group: Group) -> list[str]:
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
 @on_ranks(gives=[])
 def test_no_hook_waits_for_the_gpu(group: Group) -> list[str]:

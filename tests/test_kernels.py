@@ -71,8 +71,6 @@ def sum_and_recoding(codec: Codec, wires_WN: Tensor, n: int, recoded: int = 2) -
 
 
 # --- same bytes -------------------------------------------------------------------------------------------------------
-
-
 def half_of(codec: Codec) -> int:
     """0 or 1: of two codecs of one width and mode, or four of one width, half have the one and half the other."""
     number = cases.CODECS.index(codec)
@@ -188,8 +186,6 @@ def test_sixty_four_wires(codec: Codec, place: Place) -> None:
 
 
 # --- any address ------------------------------------------------------------------------------------------------------
-
-
 @each_place
 @one_of_each
 def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, place: Place) -> None:
@@ -234,8 +230,6 @@ def test_every_tensor_at_an_odd_address(codec: Codec, place: Place) -> None:
 
 
 # --- threads, callers, processes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("place", [*cases.ON_CPU, pytest.param(Place("reference", cases.CPU)), *cases.ON_CUDA], ids=str)
 def test_numbers_are_set_aside_and_put_back(place: Place, dtype: torch.dtype) -> None:
@@ -343,8 +337,6 @@ def test_after_a_fork_and_by_the_environment(program: Ended) -> None:
 
 
 # --- the choice of a backend ------------------------------------------------------------------------------------------
-
-
 def a_wire() -> Tensor:
     return cases.wire_of(BlockInt(8), torch.arange(100.0))
 

@@ -25,8 +25,6 @@ CAPTURED = [BlockInt(8), Lloyd(4), Trellis(2), Identity(), BlockInt(3, 40, "affi
 
 
 # --- every operation at once ------------------------------------------------------------------------------------------
-
-
 def tensors_of(codec: Codec, n: int, seed: int = 0) -> Tensors:
     """What the operations read, drawn from `seed`, and what they write, still garbage; on the CPU."""
     xs = [cases.content("gaussian", n, seed=10 * seed + rank) for rank in range(2)]
@@ -147,7 +145,6 @@ def test_long_blocks_of_long_tensors(codec: Codec, place: Place) -> None:
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
-
 KEY = 16  # where the header has it, as the next
 LENGTH = 24
 HEADER = (0, 1, 2, 3, 4, 5, 8, 11, LENGTH, 31)  # magic, version, kind, bits, variant, block, length
@@ -203,7 +200,6 @@ def test_a_known_step_stands_in_for_headers() -> None:
 
 
 # --- beyond 2**31 elements --------------------------------------------------------------------------------------------
-
 LONG = 2**31 + 4099
 NEAR = 2**31 - 4096  # the region from here on is compared bit for bit
 HUGE = [BlockInt(8), BlockInt(4, 32, rounding="stochastic"), Lloyd(4)]

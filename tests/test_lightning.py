@@ -19,7 +19,7 @@ from ranks import RankPool, World
 from replicas import gradients_saved
 from thinwire import MissingPackageError, Stats
 
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 RANKS_IMPORT = ("lightning_runs",)
 LR = 0.03  # of SGD in replicas.py
 BATCHES = 4  # of an epoch
@@ -95,7 +95,6 @@ MORE = (
 )  # thorough
 
 
-@needs_lightning
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in MORE), *thorough(*MORE)])
 def test_none_is_plain_lightning_and_int8_is_near(pair: World, name: str) -> None:
     case = CASES[name]
@@ -121,7 +120,6 @@ def test_none_is_plain_lightning_and_int8_is_near(pair: World, name: str) -> Non
             assert (int8.parameters - first.parameters).abs().max() <= bound
 
 
-@needs_lightning
 def test_weights_travel_compressed(pair: World) -> None:
     for plain, both in pair.run(rank, "fits", FSDP2, ({}, {}), ({"codec": "lloyd4", "weights": "int8"}, {})):
         assert both.stats.codec == "lloyd4, weights int8"
@@ -138,7 +136,6 @@ RESUMED = {
 }
 
 
-@needs_lightning
 @pytest.mark.parametrize(("way", "compress"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     pair: World, way: Way, compress: Options, tmp_path: Path
@@ -151,7 +148,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert not torch.equal(first, second)
 
 
-@needs_lightning
 def test_three_ranks_save_and_two_go_on(ranks: RankPool, pair: World, tmp_path: Path) -> None:
     ((before, told), *_) = ranks(3).run(rank, "save", Way(), LLOYD2, tmp_path / "three.ckpt")
     assert told == []
@@ -168,7 +164,6 @@ def test_three_ranks_save_and_two_go_on(ranks: RankPool, pair: World, tmp_path: 
 WITHOUT = "a checkpoint is saved without the state of compression: "
 
 
-@needs_lightning
 def test_a_run_that_fails_saves_no_state_and_can_be_resumed(pair: World, tmp_path: Path) -> None:
     first, second = pair.run(rank, "fail", LLOYD2, tmp_path)
     for said, _, state, parameters in (first, second):
@@ -179,7 +174,6 @@ def test_a_run_that_fails_saves_no_state_and_can_be_resumed(pair: World, tmp_pat
     assert second[1] == []
 
 
-@needs_lightning
 def test_a_state_that_cannot_be_gathered_does_not_stop_a_checkpoint(pair: World, tmp_path: Path) -> None:
     sizes = {"data_parallel_size": 1, "tensor_parallel_size": 2}
     split = Way(strategy=sizes, module={"sharded": True, "split": True})
@@ -190,7 +184,6 @@ def test_a_state_that_cannot_be_gathered_does_not_stop_a_checkpoint(pair: World,
     assert silent == []
 
 
-@needs_lightning
 @pytest.mark.parametrize("way", [Way(), *thorough((FSDP2,))], ids=["ddp", "fsdp2"])
 def test_fit_after_fit(pair: World, way: Way) -> None:
     """Twice by one Trainer, then by another."""
@@ -203,7 +196,6 @@ def test_fit_after_fit(pair: World, way: Way) -> None:
         assert all(stats.ratio > 3 for _, stats in coded)
 
 
-@needs_lightning
 def test_stats_go_to_the_loggers(pair: World, tmp_path: Path) -> None:
     """Eight batches, two a step, every second step is logged: under the steps that Lightning counts from 0."""
     (text, stats), (other, _) = pair.run(rank, "log", tmp_path)
@@ -216,7 +208,6 @@ def test_stats_go_to_the_loggers(pair: World, tmp_path: Path) -> None:
     assert 0.05 < float(rows[1]["thinwire/relative_error"]) < 0.2
 
 
-@needs_lightning
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_nodes_are_those_of_the_trainer(pair: World, per_node: int) -> None:
     for shape, stats in pair.run(rank, "nodes", per_node):
@@ -224,14 +215,12 @@ def test_nodes_are_those_of_the_trainer(pair: World, per_node: int) -> None:
         assert stats.bytes_sent > 0
 
 
-@needs_lightning
 def test_a_trainer_of_the_other_package(pair: World) -> None:
     for stats in pair.run(rank, "other_package"):
         assert stats.steps == BATCHES
         assert stats.ratio > 3
 
 
-@needs_lightning
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_fabric(pair: World, sharded: bool, tmp_path: Path) -> None:
     codecs = (None, "none", "lloyd2")
@@ -248,7 +237,6 @@ def test_fabric(pair: World, sharded: bool, tmp_path: Path) -> None:
     assert sharded or saved["ranks"].keys() == {"0", "1"}
 
 
-@needs_lightning
 def test_one_device_sends_nothing_and_says_so_once(pair: World) -> None:
     for lines, with_it, without in pair.run(rank, "alone"):
         assert lines == ["SingleDeviceStrategy has only one rank: there is nothing to compress"]
@@ -267,7 +255,6 @@ REFUSED = (
 )
 
 
-@needs_lightning
 def test_errors_say_what_to_do(pair: World) -> None:
     for said in pair.run(rank, "refusals"):
         assert len(said) == len(REFUSED)

@@ -39,8 +39,6 @@ def started(x: Tensor, **options: Any) -> LSQ:
 
 
 # --- the start of weights ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_weights_start_at_the_papers_scale(bits: int, place: dict[str, Any]) -> None:
@@ -93,8 +91,6 @@ def test_scales_of_extreme_tensors_are_numbers(quantizer: LSQ, size: float) -> N
 
 
 # --- the start of activations -----------------------------------------------------------------------------------------
-
-
 def test_activations_start_at_the_mean_of_the_first_batches() -> None:
     quantizer = LSQ(4, symmetric=False, init_batches=3)
     batches = [normal(5, 7, seed=seed).relu() for seed in range(5)]
@@ -160,8 +156,6 @@ def test_lsq_plus_finds_less_error_than_the_whole_range_has(bits: int) -> None:
 
 
 # --- values and gradients ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("kind", [LSQ, LSQPlus])
 def test_values_and_gradients_are_the_ops(kind: type[LSQ], place: dict[str, Any]) -> None:
@@ -209,8 +203,6 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantized(group: int) -> None:
 
 
 # --- the floor --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["eager", *thorough("compiled"), "lent"])
 def test_a_scale_below_its_floor_is_raised_and_still_learns(how: str) -> None:
     quantizer, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
@@ -248,8 +240,6 @@ def test_adam_with_steps_larger_than_scales() -> None:
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cast_of_the_model_leaves_scales_as_they_are(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(3, 3), LSQPlus(4))
@@ -267,8 +257,6 @@ def test_a_cast_of_the_model_leaves_scales_as_they_are(dtype: torch.dtype) -> No
 
 
 # --- copies and checkpoints -------------------------------------------------------------------------------------------
-
-
 def forms() -> list[LSQ]:
     return [LSQ(4), LSQ(2, axis=-1), LSQ(8, symmetric="auto"), LSQ(3, group=4), LSQPlus(4), LSQPlus(4, axis=0)]
 
@@ -334,8 +322,6 @@ def test_a_checkpoint_of_other_bits_is_refused() -> None:
 
 
 # --- torch.compile, inference mode, lent parameters -------------------------------------------------------------------
-
-
 def test_compiled_after_the_start() -> None:
     """Its own, or that of a state."""
     first, second, x = LSQ(4, axis=-1), LSQ(4, axis=-1), normal(5, 6)
@@ -399,8 +385,6 @@ def test_an_activation_checkpoint_shows_its_batch_once() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -453,8 +437,6 @@ def test_a_subclass_may_do_without_the_floor() -> None:
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def ranks_forms() -> list[LSQ]:
     auto = LSQ(4, symmetric="auto", init_batches=2)
     return [LSQ(4), auto, LSQ(2, axis=-1), LSQPlus(2, symmetric=True), LSQPlus(2, axis=0)]

@@ -52,8 +52,6 @@ LATE = 30_000_000  # cycles: work that has not run when the host comes to the ne
 
 
 # --- where they can run -----------------------------------------------------------------------------------------------
-
-
 def nccl_version() -> int:
     """Of the library that is loaded, which need not be the one torch was built with: 2.30.1 is 23001."""
     found = ctypes.c_int()
@@ -128,7 +126,6 @@ def two_nodes(place: Place) -> DeviceMesh:
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
-
 OWN = "own "  # begins the name of an output that ranks do not share
 
 
@@ -155,8 +152,6 @@ def check_both(ranks: RankPool, world: int, run: Callable[..., Outputs], *args: 
 
 
 # --- every verb -------------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=1024)
 def drawn(numel: int, rank: int, dtype: torch.dtype, device: Device, whole: bool) -> Tensor:
     """A rank's numbers, which may all be small and whole."""
@@ -315,7 +310,6 @@ def test_auto_is_one_of_the_others(group: Group) -> str:
 
 
 # --- long messages ----------------------------------------------------------------------------------------------------
-
 PIECE = 1 << 16  # elements whose error is looked at together, so that no wrong chunk hides among right ones
 LENGTHS = ((1 << 18) + 1, 1_000_003, 16_777_259, (1 << 26) + 3)
 LONG_CODECS = ("int8", "lloyd4")
@@ -429,7 +423,6 @@ def test_long_copies_lose_one_rounding(group: Group) -> None:
 
 
 # --- a mesh -----------------------------------------------------------------------------------------------------------
-
 PAIRS: tuple[Any, ...] = ("int8", "lloyd4", ("int8", "lloyd2:block=64"), ("none", "int4"), ("bf16", "lloyd4"))
 
 
@@ -446,7 +439,6 @@ def hierarchies(place: Place) -> Outputs:
             thinwire.all_reduce(y, op_of(factor), mesh, **how)
             found[f"{codec} of {numel} in bfloat16"] = y.cpu()
         for work, x in works:
-            assert work is not None
             work.wait()
             found[f"{codec} of {x.numel()}"] = x.cpu()
     x = Kind("none", 1003, plain=True).drawn(place, 1003)
@@ -455,7 +447,6 @@ def hierarchies(place: Place) -> Outputs:
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.view(30, 40).t(),
     "every other": lambda x: x[::2],
@@ -509,8 +500,6 @@ def test_what_lies_around_a_view_stays(group: Group) -> None:
 
 
 # --- calls under way --------------------------------------------------------------------------------------------------
-
-
 def in_flight(place: Place) -> Outputs:
     """Twelve calls and more of alternating verbs and codecs, of which none is waited for before all are made.
 
@@ -567,14 +556,11 @@ def by_callback(place: Place) -> Outputs:
     for algorithm in SUMS:
         x = given(5003, place.rank).to(place.device)
         work = thinwire.all_reduce(x, group=place.group, async_op=True, codec="int8", algorithm=algorithm)
-        assert work is not None
         found[algorithm] = work.get_future().then(lambda done: done.value()[0] * 2).wait().cpu()
     return found
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
-
-
 @each_world
 @on_ranks(gives=[])
 def test_a_new_thread_makes_a_known_call(group: Group) -> list[str]:
@@ -667,7 +653,6 @@ def test_no_step_of_ddp_waits_for_the_gpu(group: Group) -> list[str]:
 
 
 # --- what a known call takes ------------------------------------------------------------------------------------------
-
 TIMES = 10
 TAKEN: dict[str, tuple[int, tuple[str, ...]]] = {  # launches of codecs, and messages
     "all_reduce two_phase": (3, ("all_to_all", "all_gather")),
@@ -715,7 +700,6 @@ def bare_messages(place: Place) -> dict[str, Callable[[], object]]:
 
 def awaited(call: Call) -> None:
     work = call(async_op=True)
-    assert work is not None
     work.wait()
 
 
@@ -815,8 +799,6 @@ def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, wo
 
 
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
-
-
 def disagreements(group: Group) -> dict[str, tuple[str, float]]:
     """What ranks are told that make different calls, rank 0 another than the rest, and whether sums are right then."""
     place = on_nccl(group)
@@ -862,7 +844,6 @@ def test_every_rank_is_told_and_the_group_stays_usable(ranks: RankPool, world: i
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
-
 FLOATS = (torch.float32, torch.bfloat16)  # of residuals
 TRAININGS: list[Options] = [
     {"codec": "none"},
@@ -1034,8 +1015,6 @@ def hooked(place: Place) -> Outputs:
 
 
 # --- compiled functions -----------------------------------------------------------------------------------------------
-
-
 def differentiable(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
     """Every differentiable verb, for 8 rows per rank."""
     rank, world = group.rank(), group.size()

@@ -34,8 +34,6 @@ THIN = Size(torch.Size((64,)), 64, FP32)
 
 
 # --- what a user's codec names ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
 def test_a_codec_string_is_a_codec(spec: str) -> None:
     assert parse(spec) == parse(make(spec)) == make(spec)
@@ -71,7 +69,6 @@ def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
 
 
 # --- rules and exemptions ---------------------------------------------------------------------------------------------
-
 SHAPES = {name: torch.Size(shape) for name, shape in {
     "embed.weight": (500, 16), "fc.weight": (64, 64), "fc.bias": (64,), "norm.weight": (4096,), "gate.weight": (3, 5),
     "scalar": (), "cube": (8, 8, 16), "short": (31, 33), "empty": (0, 40),
@@ -139,7 +136,6 @@ def test_codecs_made_of_codecs_are_asked_for_theirs() -> None:
 
 
 # --- feedback ---------------------------------------------------------------------------------------------------------
-
 BITS = {
     "lloyd1": 1, "lloyd2": 2, "lloyd3": 3, "lloyd4": 4, "int2": 2, "int3": 3, "int4": 4, "int5": 5, "int8": 8,
     "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16, "topk": 1, "trellis2": 2,
@@ -235,8 +231,6 @@ def test_leaves_are_what_may_be_picked() -> None:
 
 
 # --- codec="auto" -----------------------------------------------------------------------------------------------------
-
-
 def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006, 0.1), budget: float = 0.15) -> str:
     return str(auto.decide([*seconds, *errors, 0, 0, 0, 0], budget)[0])
 
@@ -324,7 +318,6 @@ def test_a_codec_that_is_faster_by_chance_is_not_chosen() -> None:
 
 
 # --- codec="auto:2.5" -------------------------------------------------------------------------------------------------
-
 LOSS = dict(WIDTHS)
 
 
@@ -460,8 +453,6 @@ def test_layers_without_error_still_get_a_width() -> None:
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-
-
 def test_options_are_the_same_for_users_for_checkers_and_inside() -> None:
     own = {field.name: field for field in dataclasses.fields(DDPOptions)}
     assert get_type_hints(DDPKeywords) == {
@@ -486,8 +477,6 @@ def test_options_pickle_as_themselves() -> None:
 
 
 # --- one place decides: a pure function of options, step and agreement ------------------------------------------------
-
-
 def policy_of(codec: Any, *, outer: bool = False, whole: bool = True, **asked: Any) -> Policy:
     return Policy(DDPOptions(codec, **asked), outer=outer, whole=whole)
 
@@ -539,8 +528,6 @@ def test_a_decision_is_a_function_of_options_step_and_agreement(
 
 
 # --- decisions from step to step --------------------------------------------------------------------------------------
-
-
 def decisions(
     codec: Any = "lloyd2", *, optimizer: Any = "linear", names: Mapping[str, Tensor] | None = None, **options: Any
 ) -> Chooser:
@@ -772,8 +759,6 @@ def test_what_will_be_remembered_is_known_before_it_begins() -> None:
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
 def stats(**values: Any) -> Stats:
     fields = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
     return Stats(**(fields | values))

@@ -65,8 +65,6 @@ def bits_of(model: nn.Module) -> dict[str, tuple[int, int | None]]:
 
 
 # --- what becomes of a model ------------------------------------------------------------------------------------------
-
-
 def test_layers_are_the_same_objects_with_the_same_parameters() -> None:
     model = net()
     modules, parameters, keys = dict(model.named_modules()), dict(model.named_parameters()), list(model.state_dict())
@@ -184,8 +182,6 @@ def test_devices(device: torch.device) -> None:
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("skip", "left"),
     [
@@ -234,8 +230,6 @@ def test_transformer_encoders_are_quantized_in_evaluation_too(layers: int) -> No
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
 NAMES = r"wte, conv, block\.0, block\.2, head"
 
 
@@ -271,8 +265,6 @@ def test_nothing_left_to_quantize() -> None:
 
 
 # --- calibration and checkpoints --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"tokens": x}], ids=["one", "tuple", "dict"])
 def test_calibrate(wrap: Callable[[Tensor], Any]) -> None:
     model, other = qat.prepare(net(), init_batches=2), qat.prepare(net(), init_batches=2)
@@ -349,8 +341,6 @@ def test_a_scale_that_fell_in_the_last_step_converts_and_compiles_as_it_is_used(
 
 
 # --- optimizer groups -------------------------------------------------------------------------------------------------
-
-
 def test_every_parameter_is_in_one_group() -> None:
     model = qat.prepare(net(), quantizer=LSQPlus)
     groups = {group["name"]: group for group in qat.parameter_groups(model, weight_decay=0.1, lr=1e-2, scale_lr=1e-3)}
@@ -376,8 +366,6 @@ def test_decay_moves_no_scale(optimizer: Any) -> None:
 
 
 # --- summary ----------------------------------------------------------------------------------------------------------
-
-
 def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]) -> None:
     model = qat.prepare(net(), weight_bits=2, skip="block.0")
     summary, printed = qat.summary(model), capsys.readouterr().out
@@ -414,8 +402,6 @@ def test_summary_of_dead_and_broken_scales() -> None:
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def small() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()

@@ -35,8 +35,6 @@ Group = dist.ProcessGroup
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Every third step of every line, or so, waits up to 0.3 ms first."""
@@ -268,7 +266,6 @@ def test_a_work_is_not_done_before_the_last_rank_came(ranks: RankPool, algorithm
 def chained_futures(group: Group) -> None:
     x = torch.ones(300)
     work = thinwire.all_reduce(x, group=group, async_op=True, codec="none", algorithm="one_shot")
-    assert work is not None
     assert work.get_future().then(lambda future: float(future.value()[0][0]) / 2).wait() == 1.0
 
 
@@ -320,8 +317,6 @@ def test_two_ranks_with(ranks: RankPool, check: Callable[[Group], None]) -> None
 
 
 # --- scratch ----------------------------------------------------------------------------------------------------------
-
-
 def channel_of(group: Group) -> Channel:
     return channels.channel_of(group, CPU)
 
@@ -360,7 +355,6 @@ def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) 
     for _ in range(2):
         works = [run_verb(member, verb, numel, codec, async_op=True) for _ in range(in_flight)]
         for work in works:
-            assert work is not None
             work.wait()
         held.append(channel_of(member).scratch.nbytes)
         buffers.add(channel_of(member).scratch._buffer.data_ptr())
@@ -464,8 +458,6 @@ def test_scratch_does_not_grow_under_what_is_lent() -> None:
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
-
-
 @generated(60)
 @forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
 def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
@@ -503,8 +495,6 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 
 
 # --- lines and failures -----------------------------------------------------------------------------------------------
-
-
 SITE = CallSite(1, "all_reduce")
 
 
