@@ -377,7 +377,7 @@ def test_debug_level_and_fork(ranks: RankPool) -> None:
         assert "this process was forked from one that has the group" in said
 
 
-@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch splits groups of the CPU since 2.14")
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch splits groups of the CPU since 2.15")
 def test_a_group_splits_into_groups_that_compress(ranks: RankPool) -> None:
     ranks(3).run(splits)
 
