@@ -13,6 +13,7 @@ Runs on GPUs where every rank has one, else on the CPU. Needs transformers.
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import thinwire
 
+Model: Any = LlamaForCausalLM
+Config: Any = LlamaConfig
 VOCABULARY, PROMPT, LENGTH = 64, 4, 8  # tokens; of a prompt; of a completion
 PROMPTS, EACH = 4, 8  # of every worker, completions of each prompt
 
@@ -35,13 +38,13 @@ def start() -> torch.device:
     return device
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
+def new_model(seed: int) -> Any:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, **sizes))
+    return Model(Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, **sizes))
 
 
-def complete(model: LlamaForCausalLM, step: int) -> Tensor:
+def complete(model: Any, step: int) -> Tensor:
     """Prompts with completions, those of one prompt one after the other: what an inference engine does."""
     torch.manual_seed(1000 * step + dist.get_rank())
     prompts = torch.randint(1, VOCABULARY, (PROMPTS, PROMPT), device=model.device).repeat_interleave(EACH, 0)
@@ -63,7 +66,7 @@ def rewards_of(tokens: Tensor) -> Tensor:
     return (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
 
 
-def improve(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+def improve(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
     rewards = rewards_of(tokens).view(-1, EACH)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
     logits = model(tokens).logits[:, PROMPT - 1 : -1]
@@ -79,6 +82,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="of AdamW; smaller => fewer weights change in bf16")
     args = parser.parse_args()
     device = start()
+    group = dist.group.WORLD
+    assert group is not None
     is_trainer = dist.get_rank() == 0
     model = new_model(dist.get_rank()).to(device, torch.float32 if is_trainer else torch.bfloat16)
     if is_trainer:
@@ -89,20 +94,20 @@ def main() -> None:
     sent = []
     for step in range(args.steps):
         if is_trainer:
-            sent.append(len(publisher.publish(group=dist.group.WORLD)))
+            sent.append(len(publisher.publish(group=group)))
             tokens = gathered(torch.zeros(PROMPTS * EACH, PROMPT + LENGTH, dtype=torch.int64, device=device))
             improve(model, optimizer, tokens)
             if step % 5 == 0 or step + 1 == args.steps:
                 loss = 1 - rewards_of(tokens).mean().item()
                 print(f"step {step:3}  version {publisher.version:3}  loss {loss:.3f}  {sent[-1]:,} bytes", flush=True)
         else:
-            assert subscriber.receive(dist.group.WORLD) == step + 1
+            assert subscriber.receive(group) == step + 1
             gathered(complete(model, step))
     check = torch.cat([p.detach().bfloat16().float().flatten() for p in model.parameters()])
     if is_trainer:  # the last step is not published yet
-        publisher.publish(group=dist.group.WORLD)
+        publisher.publish(group=group)
     else:
-        subscriber.receive(dist.group.WORLD)
+        subscriber.receive(group)
         check = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     copies = [torch.empty_like(check) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, check)

@@ -356,13 +356,14 @@ class _Part(NamedTuple):
 
 def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and persistent buffers, by name, without wrappers'."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    if not isinstance(model, nn.Module | Mapping):
-        raise CollectiveError(f"expected a model, or a mapping of names to tensors, got {type(model).__name__}")
-    if isinstance(model, nn.Module) and any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
-        raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(model)}")
-    found = model.state_dict() if isinstance(model, nn.Module) else model
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    if not isinstance(inner, nn.Module | Mapping):
+        raise CollectiveError(f"expected a model, or a mapping of names to tensors, got {type(inner).__name__}")
+    if isinstance(inner, nn.Module) and any(hasattr(module, "_fsdp_wrapped_module") for module in inner.modules()):
+        raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(inner)}")
+    found = inner.state_dict() if isinstance(inner, nn.Module) else inner
     return {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
 
 
@@ -463,7 +464,7 @@ def _messages(update: Update) -> list[WeightMessage]:
     if isinstance(update, str | os.PathLike):
         update = Path(update).read_bytes()
     if not isinstance(update, bytes | bytearray | memoryview):
-        return [message for part in update for message in _messages(part)]
+        return [message for part in list[Any](update) for message in _messages(part)]
     view, found = memoryview(update).cast("B"), []
     while len(view):
         if len(view) < _HEADER.size + 4 or bytes(view[:4]) != _MAGIC:
@@ -472,7 +473,7 @@ def _messages(update: Update) -> list[WeightMessage]:
         end = _HEADER.size + length
         if len(view) < end + 4 or zlib.crc32(view[:end]) != int.from_bytes(view[end : end + 4], "little"):
             raise WireError("an update was cut short or damaged: its checksum is wrong; ask the publisher for it again")
-        message = WeightMessage(*fields[1:], view[_HEADER.size : end])
+        message = WeightMessage._make([*fields[1:], view[_HEADER.size : end]])
         if message.kind > _UPDATE or message.part >= message.parts:
             raise WireError("an update is of another version of thinwire: use one version everywhere")
         found.append(message)
