@@ -36,8 +36,8 @@ FLOORS = [
     {"integrations.__init__", "integrations.lightning", "integrations.accelerate"},
     {"integrations.transformers"},
     {"hooks", "rehearsal"},
-    {"tools.local", "tools.pairs", "tools.recommend"},
-    {"tools.bench"},
+    {"tools.local", "tools.pairs"},
+    {"tools.bench", "tools.recommend"},
     {"tools.report", "tools.advise", "tools.rehearsal"},
     {"tools.cli"},
     {"tools", "__main__"},
@@ -137,11 +137,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 6790,
-    "tools.bench": 1200,
-    "tools.advise": 710,
-    "tools.report": 380,
-    "tools.local": 550,
-    "tools": 5230,
+    "tools.bench": 910,
+    "tools.advise": 895,
+    "tools.report": 320,
+    "tools.local": 465,
+    "tools": 4720,
 }
 
 

@@ -16,7 +16,6 @@ from ranks import RankPool
 from thinwire.errors import ThinwireError
 from thinwire.tools.cli import peers
 from thinwire.tools.cli.app import app
-from thinwire.tools.cli.peers import Meeting
 from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
@@ -141,7 +140,6 @@ def test_loopback_between_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("flags", "said"),
     [
         (["--peers"], "run it on every machine as `torchrun --nnodes 2 --node-rank 0"),
-        (["--peers", "--full"], "--full: is about kernels, --peers about ranks: leave one out"),
         (["--timeout", "3"], "--timeout: goes with --peers"),
     ],
 )
@@ -181,7 +179,7 @@ def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "first")
     with pytest.raises(ThinwireError, match="MASTER_PORT must be a number such as 29500, got 'first'"):
-        Meeting(RankPlace(0, 1, 0, 1), 1.0)
+        peers.meet(RankPlace(0, 1, 0, 1), 1.0)
 
 
 def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,4 +188,4 @@ def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ThinwireError, match=r"rank 1 did not reach localhost:.* torchrun has --master-addr and --local"
     ):
-        Meeting(RankPlace(1, 2, 0, 1), 0.1)
+        peers.meet(RankPlace(1, 2, 0, 1), 0.1)
