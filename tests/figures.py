@@ -23,6 +23,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import benchmarks.kinds  # noqa: F401, the tables of studies
+from benchmarks import scale
 from compared import LAYERS, Checked, everything, misses
 from thinwire.errors import RecordError
 from thinwire.tools import recommend
@@ -38,6 +39,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
+SCALE = re.compile(r"<!-- scale: predicted -->\n.*?<!-- end scale -->", re.DOTALL)
+GAINS = re.compile(r"<!-- gains: (?P<files>[^>]*) -->\n.*?<!-- end gains -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
@@ -56,7 +59,9 @@ LEGEND = "legend"  # a head that stands for what a caption says about columns
 
 def printed(text: str) -> str:
     """The page with its tables as the records have them."""
-    return OPTIONS.sub(_options, ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text))))
+    for pattern, show in ((TABLE, _table), (GAINS, _gains), (DEMO, _demo), (ADVICE, _advice), (OPTIONS, _options)):
+        text = pattern.sub(show, text)
+    return SCALE.sub(f"<!-- scale: predicted -->\n\n{scale.predicted()}\n\n<!-- end scale -->", text)
 
 
 def files(text: str) -> set[str]:
@@ -198,6 +203,24 @@ def _rows(whole: record.Record, chosen: str) -> record.Record:
     if not kept:
         raise ValueError(f"expected rows of {chosen}, got none: choose among the record's columns and values")
     return record.Record(whole.kind, whole.conditions, kept)
+
+
+def _gains(found: re.Match[str]) -> str:
+    """A line per record, `FILE = LABEL; FILE = LABEL`: plain torch's step, and the speedup over it of what is known."""
+    lines = ["| job and link | plain | bf16 | PowerSGD | int8 | lloyd4 | record |", "|---|--:|--:|--:|--:|--:|---|"]
+    for part in found["files"].split("; "):
+        file, label = part.split(" = ")
+        rows = {str(row["codec"]).partition("/")[0]: row for row in recorded(f"{file}.json").rows}
+        ms = column(rows["none"], "ms_p50" if "ms_p50" in rows["none"] else "step_ms")
+        gains = {name: column(row, "speedup_plain") for name, row in rows.items()}
+        if rows["none"].get("speedup_bf16"):
+            gains.setdefault("bf16", 1 / column(rows["none"], "speedup_bf16"))
+        cells = [
+            f"{gains[n]:.{2 if gains[n] < 1 else 1}f} ×" if n in gains else "–"
+            for n in ("bf16", "powersgd4", "int8", "lloyd4")
+        ]
+        lines.append(f"| {label} | {ms:,.0f} ms | {' | '.join(cells)} | [record](benchmarks/{file}.json) |")
+    return "\n".join([f"<!-- gains: {found['files']} -->", "", *lines, "", "<!-- end gains -->"])
 
 
 def _demo(found: re.Match[str]) -> str:
