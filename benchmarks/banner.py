@@ -1,4 +1,4 @@
-"""The banner of README: by codec, the speedup of a GPU step over torch's bf16 hook, and the loss above fp32.
+"""README's table of gains, and its banner: by codec, a GPU step over torch's bf16 hook, and the loss above fp32.
 
 python -m benchmarks.banner docs/images/banner.png
 
@@ -22,6 +22,24 @@ def shown() -> dict[str, tuple[float, Loss]]:
     losses = verdict.shipped().losses["ddp"]
     both = [name for name, known in NAMES.items() if name in rows and known in losses]
     return {name: (verdict.column(rows[name], "speedup_bf16"), losses[NAMES[name]]) for name in both}
+
+
+def gains(asked: str, *, linked: bool) -> list[str]:
+    """A Markdown table with a line per record, `FILE = LABEL; ...`: plain torch's step, and speedups over it."""
+    lines = ["| job and link | plain | bf16 | PowerSGD | int8 | lloyd4 | record |", "|---|--:|--:|--:|--:|--:|---|"]
+    for part in asked.split("; "):
+        file, label = part.split(" = ")
+        found = record.read(str(Path(__file__).parent / f"{file}.json")).rows
+        rows = {str(row["codec"]).partition("/")[0]: row for row in found}
+        ms = verdict.column(rows["none"], "ms_p50" if "ms_p50" in rows["none"] else "step_ms")
+        over = {name: verdict.column(row, "speedup_plain") for name, row in rows.items()}
+        if rows["none"].get("speedup_bf16"):
+            over.setdefault("bf16", 1 / verdict.column(rows["none"], "speedup_bf16"))
+        names = ("bf16", "powersgd4", "int8", "lloyd4")
+        cells = [f"{over[name]:.{2 if over[name] < 1 else 1}f} ×" if name in over else "–" for name in names]
+        where = f"[record](benchmarks/{file}.json)" if linked else f"`benchmarks/{file}.json`"
+        lines.append(f"| {label} | {ms:,.0f} ms | {' | '.join(cells)} | {where} |")
+    return lines
 
 
 def main(path: str) -> None:

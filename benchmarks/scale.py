@@ -122,7 +122,8 @@ def command(
 
 # Predictions.
 
-RANKS = (2, 8, 64, 512, 4096)
+RANKS = (2, 64, 4096)
+MEMORY = 80e9  # bytes
 RATES = ("1gbit", "25gbit", "100gbit", "400gbit")
 JOBS = {
     "DDP, 1.3 B": TrainingJob(1_300_000_000, 1.2, bucket_bytes=100 << 20),
@@ -153,11 +154,14 @@ def scheme_of(job: TrainingJob, cluster: Cluster) -> Scheme:
 def predicted() -> str:
     """A Markdown table."""
     gpu = clusters.recorded("cuda")
-    head = ["job", "ranks", *(f"at {rate.removesuffix('gbit')} Gbit/s" for rate in RATES), "sent", "memory", "host"]
+    rates = [rate.removesuffix("gbit") for rate in RATES]
+    head = ["job", "ranks", f"{rates[0]} Gbit/s", *rates[1:], "sent", "memory", "messages", "host", "source"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for name, job in JOBS.items():
         for ranks in RANKS:
-            if job.parallel == model.HSDP and not placed(ranks, RATES[0]).has_levels:
+            where = placed(ranks, RATES[0])
+            needs = model.state_bytes(job, where)
+            if needs > MEMORY or (job.parallel == model.HSDP and not where.has_levels):
                 continue
             steps = []
             for rate in RATES:
@@ -165,7 +169,8 @@ def predicted() -> str:
                 both = [model.predict(job, one, where, gpu) for one in (PLAIN, scheme_of(job, where))]
                 steps.append(" → ".join(units.duration(one.step_s) for one in both))
             last = both[1]
-            cells = [units.nbytes(last.bytes), units.nbytes(model.state_bytes(job, where)), units.duration(last.host_s)]
+            cells = [units.nbytes(last.bytes), units.nbytes(needs), f"{last.messages:,}", units.duration(last.host_s)]
+            cells.append("predicted")
             lines.append(f"| {name} | {ranks:,} | {' | '.join([*steps, *cells])} |")
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import benchmarks.kinds  # noqa: F401, the tables of studies
-from benchmarks import scale
+from benchmarks import banner, scale
 from compared import LAYERS, Checked, everything, misses
 from thinwire.errors import RecordError
 from thinwire.tools import recommend
@@ -40,7 +40,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
 SCALE = re.compile(r"<!-- scale: predicted -->\n.*?<!-- end scale -->", re.DOTALL)
-GAINS = re.compile(r"<!-- gains: (?P<files>[^>]*) -->\n.*?<!-- end gains -->", re.DOTALL)
+GAINS = re.compile(r"<!-- (?P<how>gains|steps): (?P<files>[^>]*) -->\n.*?<!-- end (?P=how) -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
@@ -206,21 +206,8 @@ def _rows(whole: record.Record, chosen: str) -> record.Record:
 
 
 def _gains(found: re.Match[str]) -> str:
-    """A line per record, `FILE = LABEL; FILE = LABEL`: plain torch's step, and the speedup over it of what is known."""
-    lines = ["| job and link | plain | bf16 | PowerSGD | int8 | lloyd4 | record |", "|---|--:|--:|--:|--:|--:|---|"]
-    for part in found["files"].split("; "):
-        file, label = part.split(" = ")
-        rows = {str(row["codec"]).partition("/")[0]: row for row in recorded(f"{file}.json").rows}
-        ms = column(rows["none"], "ms_p50" if "ms_p50" in rows["none"] else "step_ms")
-        gains = {name: column(row, "speedup_plain") for name, row in rows.items()}
-        if rows["none"].get("speedup_bf16"):
-            gains.setdefault("bf16", 1 / column(rows["none"], "speedup_bf16"))
-        cells = [
-            f"{gains[n]:.{2 if gains[n] < 1 else 1}f} ×" if n in gains else "–"
-            for n in ("bf16", "powersgd4", "int8", "lloyd4")
-        ]
-        lines.append(f"| {label} | {ms:,.0f} ms | {' | '.join(cells)} | [record](benchmarks/{file}.json) |")
-    return "\n".join([f"<!-- gains: {found['files']} -->", "", *lines, "", "<!-- end gains -->"])
+    lines = banner.gains(found["files"], linked=found["how"] == "gains")
+    return "\n".join([found[0].partition("\n")[0], "", *lines, "", f"<!-- end {found['how']} -->"])
 
 
 def _demo(found: re.Match[str]) -> str:

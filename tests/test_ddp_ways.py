@@ -523,6 +523,8 @@ def copied(group: Group, how: str) -> dict[str, bool]:
         compress_ddp(other, "int8", exempt="none")
     found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
     found["once"] = "already compressed" in message_of(lambda: compress_ddp(again, "int8"))
+    others = torch.optim.SGD(fresh.parameters(), 0.1)
+    found["by its optimizer"] = "steps none" in message_of(lambda: compress_ddp(bare, "lloyd2", optimizer=others))
     return found
 
 

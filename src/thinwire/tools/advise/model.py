@@ -366,6 +366,7 @@ def _rounds(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine
         step_s=inner.step_s + round_s / job.every,
         exposed_s=inner.exposed_s + round_s / job.every,
         round_s=round_s,
+        host_s=inner.host_s + one.sums * machine.sum_s / job.every,
         messages=inner.messages + math.ceil(one.messages / job.every),
     )
 
