@@ -40,13 +40,13 @@ class DemoPlan:
     schemes: tuple[StepScheme, ...] = ()  # the uncompressed one first
     world: int = 2
     link: ShapedLink | None = None
-    steps: int = 100
+    steps: int = 60
     seeds: int = 3
-    width: int = 96
+    width: int = 192
     depth: int = 2
     heads: int = 4
     context: int = 64
-    rows: int = 4  # of a batch; short, so that a step of so small a network sends enough for a link to matter
+    rows: int = 2  # of a batch; few, so that a step of so small a network sends enough for a link to matter
     rate: float = 3e-3
     judged: int = 1 << 14  # characters that a loss is taken over
     effort: Effort = EFFORT
