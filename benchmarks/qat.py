@@ -32,7 +32,7 @@ from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAv
 from torch.nn import functional
 
 from benchmarks import data, qat_speed
-from benchmarks.command import MOST, start
+from benchmarks.command import MOST, check_device, start, words
 from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import Start
@@ -407,9 +407,9 @@ def command(
     from the same start. Controls ought to fail (absmax_ste, lsq_absmax_init, lsq_no_grad_scale); they are trained at
     the fewest bits only, unless asked for.
     """
-    flags.check_device(device)
-    pieces = flags.words(parts, PARTS, "--parts")
-    chosen = flags.words(methods, METHODS, "--methods")
+    check_device(device)
+    pieces = words(parts, PARTS, "--parts")
+    chosen = words(methods, METHODS, "--methods")
     widths = flags.counts(bits, "--bits", 2, 8)
     if pieces == ["speed"]:
         flags.refuse("is of the part train, which --parts leaves out", methods=methods, bits=bits, seeds=seeds)

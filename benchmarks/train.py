@@ -36,8 +36,8 @@ from thinwire.tools.bench.timing import NOTHING, Call, Effort
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.cli.flags import Json, Quick, Words, count, option
-from thinwire.tools.cli.training import log_ratios, loss_columns
 from thinwire.tools.local import launch, link as links
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 
 WORLD = 4
@@ -164,7 +164,7 @@ def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
     runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     results: dict[TrainScheme, Results] = {scheme: [] for scheme in plan.schemes}
     times: Times = []
-    with launch.ranks(plan.world, plan.link) as world:
+    with launch.ranks(RankSetup(world=plan.world, link=plan.link)) as world:
         for case in progress([STEP_TIMES, *runs]):
             if case == STEP_TIMES:
                 times = world.run(time_steps, plan)
@@ -300,6 +300,29 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
         "chosen": times[0][scheme.name].chosen,
         "rounds": len(times[0][scheme.name].ms),
     }
+
+
+def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+    ratios = log_ratios(mine, fp32)
+    return {
+        "loss_log_ratio": timing.mean(ratios),
+        "loss_log_ratio_error": timing.standard_error(ratios),
+        "noise_floor": noise_floor(fp32),
+        "loss": timing.mean(mine),
+        "fp32_loss": timing.mean(fp32),
+        "diverged": not all(math.isfinite(loss) for loss in mine),
+    }
+
+
+def log_ratios(losses: Sequence[float], fp32: Sequence[float]) -> list[float]:
+    """ln(loss / fp32 loss), seed by seed; NaN where one of them is zero or not finite."""
+    pairs = zip(losses, fp32, strict=True)
+    return [math.log(a / b) if 0 < min(a, b) <= max(a, b) < math.inf else math.nan for a, b in pairs]
+
+
+def noise_floor(losses: Sequence[float]) -> float | None:
+    """The seed-to-seed spread: mean over pairs of seeds of |ln| of the ratio of their losses; None for one seed."""
+    return timing.mean([abs(ratio) for a, b in combinations(losses, 2) for ratio in log_ratios([a], [b])])
 
 
 # The ranks' side.

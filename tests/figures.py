@@ -23,10 +23,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import benchmarks.kinds  # noqa: F401, the tables of studies
-from compared import Checked, compare, misses
+from benchmarks import banner, scale
+from compared import LAYERS, Checked, everything, misses
 from thinwire.errors import RecordError
 from thinwire.tools import recommend
-from thinwire.tools.advise import cluster as clusters, units, verdict
+from thinwire.tools.advise import cluster as clusters, model, verdict
 from thinwire.tools.advise.cluster import CodecSpeed
 from thinwire.tools.advise.verdict import column
 from thinwire.tools.bench import record
@@ -38,27 +39,29 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
+SCALE = re.compile(r"<!-- scale: predicted -->\n.*?<!-- end scale -->", re.DOTALL)
+GAINS = re.compile(r"<!-- (?P<how>gains|steps): (?P<files>[^>]*) -->\n.*?<!-- end (?P=how) -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
 EVIDENCE = MACHINES.with_name("evidence.json")
-SHAPED = (
-    *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
-    *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
-)
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
     "cuda": "kernels_h200_2026-11-15.json",
 }
-ON_NCCL = "collectives_nccl_h200_2*_2ranks.json"  # by date: the newest counts
+ON_ONE_HOST = "*_steps_gpt124m_h200_*_1host_*ranks.json"
+GPT = 124_475_904  # weights
+NEITHER_MOMENTS = {"int8", "lloyd4", "int8/int8", "lloyd4/int8"}  # codecs without more passes
 COLUMNS = 108  # of the terminal
 LEGEND = "legend"  # a head that stands for what a caption says about columns
 
 
 def printed(text: str) -> str:
     """The page with its tables as the records have them."""
-    return OPTIONS.sub(_options, ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text))))
+    for pattern, show in ((TABLE, _table), (GAINS, _gains), (DEMO, _demo), (ADVICE, _advice), (OPTIONS, _options)):
+        text = pattern.sub(show, text)
+    return SCALE.sub(f"<!-- scale: predicted -->\n\n{scale.predicted()}\n\n<!-- end scale -->", text)
 
 
 def files(text: str) -> set[str]:
@@ -67,10 +70,9 @@ def files(text: str) -> set[str]:
 
 
 def shipped() -> str:
-    """What machines.json holds: the kernels of RECORDS and the host's time of calls in ON_NCCL, to four digits."""
+    """What machines.json holds: the kernels of RECORDS and the time of sums in ON_ONE_HOST, to four digits."""
     figures = {name: _machine(recorded(file), file) for name, file in RECORDS.items()}
-    path = max((ROOT / "benchmarks").glob(ON_NCCL))
-    figures["nccl"] = _calls(recorded(path.name), path.name)
+    figures["nccl"] = _sums()
     text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
 
@@ -120,17 +122,15 @@ def _slope(rows: list[record.Row], time: str) -> float:
     return (s1 - s0) / (n1 - n0) if n1 > n0 else s1 / n1
 
 
-def _calls(found: record.Record, source: str) -> dict[str, object]:
-    """What calls on NCCL take of the host: torch's own, and a stage of ours; from the smallest sums on one host."""
-    stages = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
-    sums = [row for row in found.rows if row["verb"] == "all_reduce" and row["link"] != "tcp"]
-    rows = [row for row in sums if row["algorithm"] in stages]
-    world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
-    least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
-    plain_s = 1e-3 * median(column(row, "plain_host_ms") for row in least)
-    stage_s = 1e-3 * median(column(row, "host_ms") / stages[str(row["algorithm"])] for row in least)
-    told = f"{found.conditions['device']}, {world:g} ranks, {str(found.conditions['date'])[:10]} ({source})"
-    return {"source": told, "plain_s": _rounded(plain_s), "stage_s": _rounded(stage_s)}
+def _sums() -> dict[str, object]:
+    """What one of thinwire's collectives adds to a step on one host, where messages cost next to nothing."""
+    found = []
+    for path in sorted((ROOT / "benchmarks").glob(ON_ONE_HOST)):
+        ms = {row["codec"]: column(row, "ms_p50") for row in recorded(path.name).rows}
+        for name in NEITHER_MOMENTS & set(ms):
+            sums = 3 * LAYERS[GPT] if "/" in str(name) else model.TrainingJob(GPT, 0.0).pieces
+            found.append(1e-3 * (ms[name] - ms["none"]) / sums)
+    return {"source": ON_ONE_HOST, "sum_s": _rounded(median(found))}
 
 
 def recorded(name: str) -> record.Record:
@@ -138,35 +138,40 @@ def recorded(name: str) -> record.Record:
 
 
 def compared() -> list[Checked]:
-    """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
-    own = clusters.recorded("cpu", "aarch64")
-    return [item for name in SHAPED for item in compare(recorded(f"{name}.json"), own)]
+    """Every measurement on a link beside its prediction, on the machine that it was measured on."""
+    return everything(clusters.recorded("cpu", "aarch64"), clusters.recorded("cuda"))
 
 
 def proven() -> str:
     """What evidence.json holds: losses by scheme, of the largest model that has it, and the misses of the model."""
-    trained = [(path.name, recorded(path.name)) for path in sorted((ROOT / "benchmarks").glob("*.json"))]
-    asked = [(name, found) for name, found in trained if found.kind == "train" and _is_evidence(found.rows[0])]
-    asked.sort(key=lambda pair: tuple(-column(pair[1].rows[0], name) for name in ("params", "world", "seeds")))
-    losses: dict[str, recommend.Loss] = {}
-    for name, found in asked:
-        losses = {**verdict.losses_of(found, name), **losses}
-    rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
-    found = {
-        "losses": {name: astuple(loss) for name, loss in losses.items()},
-        "misses": misses(compared()),
-        "most_ranks": max(row["world"] for row in rows),
-        "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
+    losses: dict[str, dict[str, recommend.Loss]] = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.json")):
+        found = recorded(path.name)
+        if found.kind not in ("loss", "train") or not _is_evidence(found.rows[-1]):
+            continue
+        try:
+            mine = verdict.losses_of(found, path.name)
+        except RecordError:  # of one seed
+            continue
+        kept = losses.setdefault(str(found.rows[-1].get("parallel") or model.DDP), {})
+        for name, loss in mine.items():
+            if name not in kept or (loss.params or 0, loss.seeds) > (kept[name].params or 0, kept[name].seeds):
+                kept[name] = loss
+    steps = compared()
+    found_misses = {kind: (min(1.0, low), max(1.0, high)) for kind, (low, high) in misses(steps).items()}
+    shown = {
+        "losses": {how: {name: astuple(loss) for name, loss in kept.items()} for how, kept in losses.items()},
+        "misses": found_misses,
+        "most_ranks": max(item.ranks for item in steps),
     }
-    short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
+    short = json.loads(json.dumps(shown), parse_float=lambda text: _rounded(float(text)))
     lines = (f'"{name}": {json.dumps(value)}'.replace("], ", "],\n  ") for name, value in short.items())
     return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
 def _is_evidence(row: record.Row) -> bool:
-    """Gradients of DDP with enough seeds; `advise` does not ask about Muon."""
-    known = column(row, "seeds") >= recommend.LEAST_SEEDS
-    return known and row["parallel"] == "ddp" and row["optimizer"] != "muon" and not row.get("every")
+    """`advise` does not ask about Muon; classifiers have no validation loss."""
+    return row["optimizer"] != "muon" and row.get("task") not in ("digits", "mlp", "wide")
 
 
 def _rounded(seconds: float) -> float:
@@ -200,10 +205,14 @@ def _rows(whole: record.Record, chosen: str) -> record.Record:
     return record.Record(whole.kind, whole.conditions, kept)
 
 
+def _gains(found: re.Match[str]) -> str:
+    lines = banner.gains(found["files"], linked=found["how"] == "gains")
+    return "\n".join([found[0].partition("\n")[0], "", *lines, "", f"<!-- end {found['how']} -->"])
+
+
 def _demo(found: re.Match[str]) -> str:
     terminal = Console(file=io.StringIO(), width=COLUMNS, force_terminal=True, color_system=None, legacy_windows=False)
-    own = clusters.recorded("cpu", "aarch64")  # on which the demo was recorded
-    demo.show(record.read(str(ROOT / found["file"])), own, terminal)
+    demo.show(record.read(str(ROOT / found["file"])), terminal)
     lines = [line.rstrip() for line in terminal.file.getvalue().strip().splitlines()]
     return "\n".join([f"<!-- demo: {found['file']} -->", "", "```text", *lines, "```", "", "<!-- end demo -->"])
 
@@ -226,7 +235,7 @@ def _options(found: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    MACHINES.write_text(shipped())
+    MACHINES.write_text(shipped())  # before what is predicted with it
     EVIDENCE.write_text(proven())
     for page in PAGES:
         page.write_text(printed(page.read_text()))

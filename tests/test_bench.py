@@ -1,4 +1,4 @@
-"""The benchmarks of the package: records, shaped links, ranks, and whole runs of link, collectives and step."""
+"""Benchmarks: records, shaped links, ranks, and whole runs of link, step and the study of collectives."""
 
 import json
 import math
@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from benchmarks import collectives
+from benchmarks.collectives import CallSample, CollectiveCase
+from benchmarks.nccl import NcclRanks, nccl_ranks
+from programs import Ended
 from ranks import RankPool
+from test_studies import invoke
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.tools.bench import collectives, exchange, models, record, step, timing
-from thinwire.tools.bench.collectives import CallSample, CollectiveCase
+from thinwire.tools.bench import exchange, record, step, timing
 from thinwire.tools.bench.models import MODELS
 from thinwire.tools.cli.app import app
-from thinwire.tools.local import launch, link as links
-from thinwire.tools.local.launch import NcclRanks
+from thinwire.tools.local import link as links
 
 MBIT = links.parse("100mbit")
 CODEC_ROW: record.Row = {
@@ -38,7 +41,10 @@ def a_record(**changes: Any) -> record.Record:
 
 
 def bench(*flags: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *flags])
+    """`thinwire bench`, or the study of collectives."""
+    if flags[0] == "collectives":
+        return invoke(collectives.command, *flags[1:])
+    return CliRunner().invoke(app, ["bench", *flags], prog_name="thinwire")
 
 
 def test_the_columns_scripts_rely_on() -> None:
@@ -173,14 +179,14 @@ def shapes_links() -> bool:
 
 def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(links.BenchError, match="expected a GPU and NCCL, got no CUDA device"):
-        launch.nccl_ranks([2], [1])
+        nccl_ranks([2], [1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch.nccl_ranks([2, 4], [1, 4]) == [NcclRanks(2, 2), NcclRanks(4, 2), NcclRanks(4, 2, 4)]
+    assert nccl_ranks([2, 4], [1, 4]) == [NcclRanks(2, 2), NcclRanks(4, 2), NcclRanks(4, 2, 4)]
     with pytest.raises(links.BenchError, match="a number of hosts that divides 2, 4 ranks evenly, got 3"):
-        launch.nccl_ranks([2, 4], [3])
-    found = {(r.world, r.hosts): (r.link, r.nodes, r.shared) for r in launch.nccl_ranks([2, 4], [1, 2, 4])}
+        nccl_ranks([2, 4], [3])
+    found = {(r.world, r.hosts): (r.link, r.nodes, r.shared) for r in nccl_ranks([2, 4], [1, 2, 4])}
     assert found == {
         **{(2, 1): ("gpus", None, False), (2, 2): ("tcp", None, False), (4, 1): ("memory", None, True)},
         **{(4, 2): ("tcp", 2, True), (4, 4): ("tcp", None, True)},
@@ -211,27 +217,6 @@ def test_bytes_formula(verb: str, algorithm: str, world: int, wires: float) -> N
     assert collectives.bytes_formula(verb, algorithm, world, int8, 1280) == wires * int8.wire_bytes(1280)
     if algorithm != "one_shot":
         assert collectives.bytes_formula(verb, "plain", world, int8, 1280) == wires * 4 * 1280
-
-
-def test_codecs_always_compress() -> None:
-    def found(*arguments: Any) -> list[tuple[str, str, str]]:
-        return [(e.name, str(e.codec), e.algorithm) for e in collectives.entries(["int4", "auto", "plain"], *arguments)]
-
-    beside = [("auto", "int8", "auto"), ("plain", "none", "plain")]
-    both = [("int4", "int4", "one_shot"), ("int4", "int4", "two_phase")]
-    assert found("all_reduce", 2) == [both[0], *beside]
-    assert found("all_reduce", 4) == [both[1], *beside]
-    assert found("all_reduce", 4, NcclRanks(4, 4)) == [*both, *beside]
-    assert found("broadcast", 4) == [("int4", "int4", "compressed"), *beside]
-
-
-def test_sizes() -> None:
-    gbit = links.parse("1gbit")
-    assert collectives.default_numel(None, False) == collectives.default_numel(gbit, False) == 25_000_000
-    assert collectives.default_numel(MBIT, False) == 8_000_000
-    assert collectives.default_numel(MBIT, True) == collectives.QUICK_NUMEL
-    sizes = [("all_reduce", 3, 1000), ("all_to_all_single", 3, 1000), ("reduce_scatter_tensor", 4, 1)]
-    assert [collectives.divisible(*size) for size in sizes] == [1000, 999, 4]
 
 
 def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, link: Any = None) -> CollectiveCase:
@@ -367,16 +352,6 @@ def test_models(name: str, params: int) -> None:
     assert len(inputs) == len(targets)
 
 
-def test_attention_does_not_look_ahead() -> None:
-    network = models.Transformer(50, 16, 32, 2, 1)
-    codes = torch.randint(0, 49, (1, 16), generator=torch.Generator().manual_seed(0))
-    changed = codes.clone()
-    changed[0, 9:] += 1
-    with torch.no_grad():
-        assert torch.equal(network(codes)[0, :9], network(changed)[0, :9])
-        assert not torch.equal(network(codes)[0, 9:], network(changed)[0, 9:])
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("parallel", "codecs"), [("ddp", "int8,lloyd2@ef21"), ("fsdp2", "int8/int8")])
 def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> None:
@@ -409,8 +384,8 @@ def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> Non
         (["step", "--model", "resnet"], "'resnet' is not one of mlp-1m, mlp-25m"),
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["link", "--world", "1"], "Invalid value for '--world'"),
-        (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
-        (["step", "--swift"], "No such option: --swift (Possible options: --backend"),
+        (["codek"], "No such command 'codek'. The commands are link, step."),
+        (["step", "--swift"], "No such option: --swift (Possible options: --codecs"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None:
@@ -435,14 +410,28 @@ def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bench("collectives")
     bench("collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536", "--verbs",
           "broadcast", "--codecs", "int4:block=32,mode=affine,auto", "--rounds", "7", "--quick")  # fmt: skip
-    bench("step", "--backend", "nccl", "--hosts", "1,2", "--parallel", "fsdp2")
+    bench("step", "--world", "3", "--parallel", "fsdp2")
     names = ["int4:block=32,mode=affine", "auto"]
     shaped = {"numels": [1024, 65536], "verbs": ["broadcast"], "codecs": names, "rounds": 7, "quick": True}
     assert asked == [
         (collectives.WORLDS, None, {"verbs": ("all_reduce",)}),
         ([3, 4, 2], links.ShapedLink("1gbit", 1e9), shaped),
-        ((2,), None, {"parallel": "fsdp2", "hosts": [1, 2]}),
+        ([3], None, {"parallel": "fsdp2"}),
     ]
+
+
+STEP = ("bench", "step", "--quick", "--model", "mlp-1m", "--rounds", "2", "--codecs", "int8", "--json", "step.json")
+
+
+@pytest.mark.program("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", *STEP)
+def test_the_ranks_of_torchrun_take_steps(program: Ended) -> None:
+    assert program.status == 0, program.told
+    assert program.out.count("int8") == 1  # rank 0 prints
+    rows = record.read(str(program.folder / "step.json")).rows
+    assert [(row["codec"], row["world"], row["link"]) for row in rows] == [
+        (codec, 2, "torchrun") for codec in ("none", "bf16", "int8")
+    ]
+    assert all(row["identical"] is True for row in rows)
 
 
 @pytest.mark.cuda
@@ -450,7 +439,6 @@ def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quick_runs_on_nccl() -> None:
     sums = collectives.run([2], hosts=[2], numels=[1000], codecs=["plain", "int8"], quick=True).rows
     assert [row["algorithm"] for row in sums] == ["plain", "one_shot", "two_phase"]
-    steps = step.run([2], hosts=[2], model="mlp-1m", codecs=["int8"], quick=True).rows
-    for row in (*sums, *steps):
+    for row in sums:
         assert (row["identical"], row["backend"], row["link"]) == (True, "nccl", "tcp")
         assert float(str(row["host_ms"])) > 0

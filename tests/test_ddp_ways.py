@@ -444,6 +444,8 @@ def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(group: Gro
         compress_ddp(other, "int8", exempt="none")
     found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
     found["once"] = "already compressed" in message_of(lambda: compress_ddp(again, "int8"))
+    others = torch.optim.SGD(fresh.parameters(), 0.1)
+    found["by its optimizer"] = "steps none" in message_of(lambda: compress_ddp(bare, "lloyd2", optimizer=others))
     assert all(found.values()), found
 
 

@@ -1,5 +1,6 @@
 """`thinwire demo`: a whole run in a pipe, verdicts and flags."""
 
+import contextlib
 import io
 import re
 from pathlib import Path
@@ -12,27 +13,28 @@ from typer.testing import CliRunner, Result
 
 import figures
 from programs import Ended
-from thinwire.tools.advise import cluster
+from thinwire.tools.advise import verdict
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Interrupted, Record
-from thinwire.tools.cli import demo as cli, findings, training
+from thinwire.tools.cli import demo as cli, training
 from thinwire.tools.cli.app import app
-
-OWN = cluster.recorded("cpu", "aarch64")
+from thinwire.tools.local import link as links
 
 
 def call(*flags: str) -> Result:
     return CliRunner().invoke(app, ["demo", *flags], prog_name="thinwire")
 
 
-@pytest.mark.program("-m", "thinwire", "demo", "--quick", "--steps", "3", "--codecs", "bf16,lloyd2", "--json", "x.json")
+QUICK = ("--quick", "--steps", "3", "--codecs", "bf16,lloyd2", "--link", "loopback", "--json", "x.json")
+
+
+@pytest.mark.program("-m", "thinwire", "demo", *QUICK)
 def test_in_a_pipe(program: Ended) -> None:
     assert program.status == 0, program.told
     assert "\x1b" not in program.out + program.err
     assert program.err == ""
-    assert "Measured here: a GPT of 21408 weights, 2 ranks on" in program.out
-    assert "No verdict: this run has 2 seeds; the seed-to-seed spread needs 3." in program.out
-    assert "Use " not in program.out  # a quick run claims nothing
+    assert "Measured here: a GPT of 21.4 k weights, 2 ranks on" in program.out
+    assert "Loopback is faster than any network" in program.out
     rows = record.read(str(program.folder / "x.json")).rows
     found = [(row["codec"], row["feedback"], row["bytes_from"]) for row in rows]
     assert found == [("none", "none", "formula"), ("bf16", "none", "formula"), ("lloyd2", "none+moments", "transport")]
@@ -45,51 +47,54 @@ def test_in_a_pipe(program: Ended) -> None:
 # --- what a record means ----------------------------------------------------------------------------------------------
 
 
-def test_the_verdict_changes_with_the_link() -> None:
-    found = figures.recorded("demo.json")
-    by_link = {one.link: one.choice for one in findings.outlooks(found, OWN)}
-    assert list(by_link) == list(findings.LINKS)
-    assert by_link["100mbit"].compress
-    assert not by_link["100gbit"].compress
-    assert by_link["100mbit"].basis == "predicted"
-
-
-def test_on_a_link_that_was_measured_the_measured_steps_decide() -> None:
+def test_on_a_link_the_measured_steps_decide_with_the_losses_of_the_run() -> None:
     found = figures.recorded("demo_1gbit.json")
-    first, *others = findings.outlooks(found, OWN)
-    link = str(found.rows[0]["link"])
-    assert (first.link, first.choice.basis) == (link, f"measured over {link}")
-    assert [way.step_s for way in first.ways] == [
-        pytest.approx(1e-3 * float(str(row["step_ms"]))) for row in found.rows
-    ]
-    assert {one.choice.basis for one in others} == {"predicted"}
+    choice = cli.measured(found.rows, verdict.losses_of(found, "this run"))
+    assert choice.plain.step_s == pytest.approx(1e-3 * float(str(found.rows[0]["step_ms"])))
+    shown = shown_by(found)
+    assert "Verdict for this network over 1gbit, from this run's steps and losses:\n" in shown
+    spoiled = [{**row, "val_gap_nats": 0.5} for row in found.rows]
+    worse = cli.measured(spoiled, verdict.losses_of(Record("train", found.conditions, spoiled), "this run"))
+    assert worse.safe.name in ("fp32", "bf16")
+    assert worse.faster is None
 
 
-def test_few_seeds_and_fp32_alone_give_no_verdict() -> None:
+def test_one_seed_and_fp32_alone_give_no_verdict() -> None:
     found = figures.recorded("demo.json")
-    few = Record("train", found.conditions, [{**row, "seeds": 2} for row in found.rows])
+    few = Record("train", found.conditions, [{**row, "seeds": 1} for row in found.rows])
     alone = Record("train", found.conditions, found.rows[:1])
-    assert findings.outlooks(few, OWN) == findings.outlooks(alone, OWN) == []
-    assert findings.sentences(few)[0].startswith("No verdict: this run has 2 seeds")
+    for record_ in (few, alone):
+        assert "No verdict: it needs a codec beside fp32, and two seeds or more." in shown_by(record_)
+
+
+def shown_by(found: Record) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    cli.show(found, console)
+    shown: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return shown
 
 
 def test_what_was_measured_is_printed() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    cli.show(figures.recorded("demo.json"), OWN, console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "Measured here: a GPT of 249792 weights, 2 ranks" in shown
-    assert re.search(r"^lloyd4 .* × +\d+ kB +[\d.]+ ×$", shown, re.MULTILINE)
-    assert "Verdict for this network at 100mbit:\nUse " in shown
-    assert "By link: predicted by the cost model of thinwire advise" in shown
+    shown = shown_by(figures.recorded("demo.json"))
+    assert "Measured here: a GPT of 250 k weights, 2 ranks" in shown
+    assert re.search(r"^lloyd4 .* ± .* × +\d+ kB +[\d.]+ ×$", shown, re.MULTILINE)
+    assert "Loopback is faster than any network" in shown
 
 
-def test_a_rate_rises_and_falls() -> None:
-    plan = training.DemoPlan(steps=600)
-    rates = [plan.learning_rate(number) for number in range(600)]
-    top = rates.index(max(rates))
-    assert 10 < top < 30
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
+def test_a_link_is_shaped_where_that_works(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    found = figures.recorded("demo.json")
+    monkeypatch.setattr(training, "run", lambda *given, **named: asked.append(given[3]) or found)
+    monkeypatch.setattr(links, "become_root", lambda: None)
+    monkeypatch.setattr(links, "hosts", lambda count, link: contextlib.nullcontext())
+    assert call().exit_code == 0
+
+    def refuse(count: int, link: Any) -> Any:
+        raise links.LinkError("no namespaces")
+
+    monkeypatch.setattr(links, "hosts", refuse)
+    assert call().exit_code == call("--link", "loopback").exit_code == 0
+    assert [link and str(link) for link in asked] == ["1gbit", None, None]
 
 
 # --- flags --------------------------------------------------------------------------------------------------

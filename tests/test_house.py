@@ -36,8 +36,8 @@ FLOORS = [
     {"integrations.__init__", "integrations.lightning", "integrations.accelerate"},
     {"integrations.transformers"},
     {"hooks", "registration", "rehearsal"},
-    {"tools.local", "tools.pairs", "tools.recommend"},
-    {"tools.bench"},
+    {"tools.local", "tools.pairs"},
+    {"tools.bench", "tools.recommend"},
     {"tools.report", "tools.advise", "tools.rehearsal"},
     {"tools.cli"},
     {"tools", "__main__"},
@@ -136,11 +136,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 7050,
-    "tools.bench": 1200,
-    "tools.advise": 710,
-    "tools.report": 380,
-    "tools.local": 550,
-    "tools": 5230,
+    "tools.bench": 910,
+    "tools.advise": 895,
+    "tools.report": 320,
+    "tools.local": 465,
+    "tools": 4720,
 }
 
 
@@ -203,7 +203,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (25, 5932, 68), "integrations": (21, 5560, 52)}
+BUDGETS = {"collectives": (25, 5932, 68), "integrations": (21, 5580, 52)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -266,6 +266,8 @@ def test_the_public_surface_is_documented_and_annotated() -> None:
     for name, value in surface(importlib.import_module("thinwire")):
         if not has_own_docstring(value):
             faults.append(f"{name} has no docstring")
+        if inspect.isroutine(value) and name.count(".") == 1 and f"thinwire.{value.__name__}" not in str(value.__doc__):
+            faults.append(f"{name} has no example in its docstring")
         functions = methods(value) if inspect.isclass(value) else [("", value)]
         for method, function in functions:
             faults += [f"{name}.{method}".rstrip(".") + f" does not annotate {what}" for what in unannotated(function)]

@@ -16,7 +16,6 @@ from ranks import RankPool
 from thinwire.errors import ThinwireError
 from thinwire.tools.cli import peers
 from thinwire.tools.cli.app import app
-from thinwire.tools.cli.peers import Meeting
 from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
@@ -142,7 +141,6 @@ NO_RANK = "RANK must be a whole number, 0 .. 1, got"
     ("flags", "place", "said"),
     [
         (["--peers"], (), "run it on every machine as `torchrun --nnodes 2 --node-rank 0"),
-        (["--peers", "--full"], (), "--full: is about kernels, --peers about ranks: leave one out"),
         (["--timeout", "3"], (), "--timeout: goes with --peers"),
         (["--peers"], ("first", "2"), f"{NO_RANK} 'first'"),
         (["--peers"], ("2", "2"), f"{NO_RANK} '2'"),
@@ -172,4 +170,4 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_ADDR", address)
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(ThinwireError, match=said):
-            Meeting(place, 0.1)
+            peers.meet(place, 0.1)

@@ -31,12 +31,10 @@ from benchmarks.schemes import TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
 from benchmarks.train import Trained, TrainPlan
 from ranks import RankPool, World
-from test_bench import MBIT
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.kernels import BACKENDS, reference
 from thinwire.tools.bench import record, timing
-from thinwire.tools.cli import training
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.report import tables
 
@@ -170,10 +168,10 @@ def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, par
 
 
 def test_ratios_are_paired_by_seed() -> None:
-    assert training.log_ratios([2.0, 3.0], [1.0, 3.0]) == [math.log(2), 0]
-    assert all(map(math.isnan, training.log_ratios([math.inf, math.nan, 0.0, 1.0], [1.0, 1.0, 1.0, math.nan])))
-    assert training.noise_floor([1.0, math.e, math.e**3]) == pytest.approx((1 + 3 + 2) / 3)
-    assert training.noise_floor([1.0]) is None
+    assert bench.log_ratios([2.0, 3.0], [1.0, 3.0]) == [math.log(2), 0]
+    assert all(map(math.isnan, bench.log_ratios([math.inf, math.nan, 0.0, 1.0], [1.0, 1.0, 1.0, math.nan])))
+    assert bench.noise_floor([1.0, math.e, math.e**3]) == pytest.approx((1 + 3 + 2) / 3)
+    assert bench.noise_floor([1.0]) is None
 
 
 def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Trained]]:
@@ -212,7 +210,7 @@ def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
     assert (row["speedup_plain"], row["speedup_bf16"], row["speedup_powersgd"]) == (4, 2, 3)
     assert (row["bytes_per_step"], row["extra_bytes"], row["over_limit"]) == (900, 7, None)
     assert (row["identical"], row["feedback"], row["diverged"], row["val_gap_nats"]) == (True, "ef21", False, None)
-    shaped = a_plan("int8", link=MBIT)
+    shaped = a_plan("int8", link=links.parse("100mbit"))
     trained = {none: outcomes(1.0, 2.0, val=2.0), int8: outcomes(math.nan, 2.5, val=2.0, digests="ab")}
     row = bench.row_of(shaped, int8, trained, samples(shaped))
     assert (row["bytes_per_step"], row["bytes_over_plain"]) == (1100 - 100, 1)  # the barrier's are not the step's
@@ -239,7 +237,7 @@ def called(group: dist.ProcessGroup, fn: Callable[..., Any], args: Sequence[Any]
 @pytest.fixture
 def quick_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., record.Record]:
     """The command with these flags, by ranks that exist already."""
-    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
+    monkeypatch.setattr(launch, "ranks", lambda setup: contextlib.nullcontext(Pooled(ranks(setup.world))))
 
     def run(*flags: str) -> record.Record:
         path = str(tmp_path / "found.json")

@@ -36,7 +36,7 @@ def all_gather_into_tensor(
 
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster).
     `feedback`: a thinwire.RowCopy of this buffer. Ranks then send the difference to what they sent last. The first call
-    is exact. Such calls are blocking.
+    is exact. Such calls are blocking. Example: thinwire.all_gather_into_tensor(weights, shard, codec="int8")
     """
     if feedback is not None:
         if async_op:
@@ -99,7 +99,7 @@ def all_gather(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """tensor_list[r] = rank r's tensor, decoded to the same bits on all ranks. Lengths may differ between ranks."""
+    """tensor_list[r] = rank r's tensor, alike on all ranks, of any size: thinwire.all_gather(out, x, codec="int8")."""
     given = (*tensor_list, tensor)
     *outputs, input = checks.check_tensors(given, "all_gather", outputs=len(tensor_list), step=step)
     channel = channel_of(groups.resolve(group), input.device)
@@ -133,6 +133,7 @@ def broadcast(
     """tensor = the tensor of the source. Every rank decodes the same wire, the source too, so all hold the same bits.
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
+    Example: thinwire.broadcast(weights, src=0, codec="bf16")
     """
     part = tensor
     call = known_call("broadcast", (tensor,), group, step, codec, algorithm, src, group_src)
@@ -182,6 +183,7 @@ def all_to_all_single(
 
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
+    Example: thinwire.all_to_all_single(received, tokens, codec="int8")
     """
     even = output_split_sizes is None and input_split_sizes is None
     target, source = output, input
@@ -240,6 +242,7 @@ def all_to_all(
 
     Algorithms: "compressed", "plain" (exact), "auto". "auto" decides at the first call of a dtype, codec and group,
     from the sizes of that call, and keeps the decision: no rank knows the later sizes of the others.
+    Example: thinwire.all_to_all(received, sent, codec="int8")
     """
     world = len(output_tensor_list)
     given = (*output_tensor_list, *input_tensor_list)

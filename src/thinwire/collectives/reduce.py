@@ -40,6 +40,7 @@ def all_reduce(
     ranks inside them there is "hierarchical", where codec may be a pair: inside a node, across nodes.
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
+    Example: thinwire.all_reduce(grad, dist.ReduceOp.AVG, codec="lloyd4")
     """
     call = known_call("all_reduce", (tensor,), group, step, codec, algorithm, op)
     if call is None:
@@ -57,7 +58,7 @@ def all_reduce_coalesced(
     algorithm: SumAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """Sum (or average) several tensors of one dtype in one message; otherwise like `all_reduce`."""
+    """Sum several tensors of one dtype in one message: thinwire.all_reduce_coalesced([a, b], codec="int8")."""
     return _all_reduce("all_reduce_coalesced", list(tensors), op, group, async_op, codec, algorithm, step)
 
 
@@ -126,6 +127,7 @@ def reduce_scatter_tensor(
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
     `feedback`: a thinwire.RowFeedback of this buffer. Later calls then send what this one loses. Such calls are
     compressed and blocking, and overwrite `input`.
+    Example: thinwire.reduce_scatter_tensor(shard, grad, dist.ReduceOp.AVG, codec="int8")
     """
     if feedback is not None:
         if async_op or algorithm == "plain":
@@ -200,7 +202,7 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     """Measure what each algorithm takes for all_reduce(tensor, group=group, codec=codec), now, and explain.
 
     All ranks of the group must call it. `algorithm="auto"` does the same at its first call of a kind; what was measured
-    is kept for the life of the group.
+    is kept for the life of the group. Example: print(thinwire.measure(grad, codec="lloyd4"))
     """
     part = checks.check_tensors((tensor,), "measure")[0]
     members = groups.resolve(group)

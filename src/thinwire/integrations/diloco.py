@@ -115,7 +115,7 @@ class DiLoCo(Handle):
 
     Create it after the model is wrapped or sharded, on all ranks. It counts the steps of `inner_optimizer` and needs
     nothing else in the loop; at the end `close()` averages once more, so that all ranks have the same model. As a
-    context manager it closes itself.
+    context manager it closes itself. Example: with thinwire.DiLoCo(model, optimizer, every=30, codec="lloyd4"): ...
 
     model: any module; under DistributedDataParallel or fully_shard inside a site, pass `group`.
     inner_optimizer: what trains between rounds. None: call `step()` after every step yourself. Do so with a GradScaler:

@@ -45,7 +45,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     On NCCL, calls of a kind that was made before keep the kernels they were made with.
     The names are those of `BACKENDS` ("triton", "cpu", "reference"), and "auto" for the fastest that can run. The
-    environment variable THINWIRE_BACKEND sets the same thing from outside.
+    environment variable THINWIRE_BACKEND sets the same from outside. Example: with thinwire.use_backend("cpu"): ...
     """
     global _requested
     _check_name(name)

@@ -1,18 +1,19 @@
-"""The rule that recommends a scheme. `thinwire demo` and `thinwire advise` both print what it says.
+"""The rule that recommends schemes. `thinwire demo` and `thinwire advise` both print what it says.
 
-From the most to the least exact, a scheme replaces the one recommended so far if
-- its loss stays within the seed-to-seed spread, in a committed record or in the run at hand,
-- the whole range of its speedup over no compression lies above 1, and
-- its step is GAIN shorter.
+It gives two answers. "Safe" is the fastest scheme whose measured loss does not differ (the whole 95 % interval lies
+inside ±MARGIN nats) or that needs no measurement (bf16). "Faster" is the fastest one whose interval ends below
+TOLERATED nats. Either counts only if the whole range of its speedup lies above 1 and its step is GAIN shorter than that
+of a more exact one. A scheme whose loss was not measured is never recommended.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.tools.pairs import Difference
+
 GAIN = 0.03  # of a step; less may be noise. That of compress_ddp(model, "auto")
-LEAST_SEEDS = 3  # with fewer the seed-to-seed spread is unknown
+TOLERATED = 0.03  # nats
 BF16_HOOK = (
     "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
@@ -36,27 +37,17 @@ def scheme_of(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a scheme did to the loss in one record."""
+    """What a scheme did to the validation loss in one record, by pairs of the same seed."""
 
-    log_ratio: float | None  # mean of ln(loss / fp32's loss) over seeds; None: it diverged
-    floor: float | None  # the same between two seeds of fp32; None: there were too few
+    gap: float  # nats above the uncompressed runs, mean over seeds
+    half: float  # of the 95 % interval
     seeds: int
+    params: int | None  # of the model; None: a script of the user's
     source: str
 
     @property
-    def is_kept(self) -> bool:
-        return self.log_ratio is not None and self.floor is not None and self.log_ratio <= self.floor
-
-    @property
-    def change(self) -> str:
-        """+0.5 %."""
-        return "diverged" if self.log_ratio is None else f"{100 * math.expm1(self.log_ratio):+.1f} %"
-
-    def __str__(self) -> str:
-        if self.floor is None:
-            return f"{self.change}; seed-to-seed spread unknown (seeds in {self.source}: {self.seeds})"
-        spread = f"seed-to-seed spread ±{100 * math.expm1(self.floor):.1f} %"
-        return f"{self.change}; {spread} ({self.source}, {self.seeds} seeds)"
+    def found(self) -> Difference:
+        return Difference(self.gap, self.half, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -72,8 +63,12 @@ class Way:
     is_exact: bool = False  # no compression, and bf16: their loss needs no record
 
     @property
-    def keeps_the_loss(self) -> bool:
-        return self.is_exact or (self.loss is not None and self.loss.is_kept)
+    def is_safe(self) -> bool:
+        return self.is_exact or (self.loss is not None and self.loss.found.none_seen)
+
+    @property
+    def is_tolerable(self) -> bool:
+        return self.is_safe or (self.loss is not None and self.loss.gap + self.loss.half <= TOLERATED)
 
     def gain(self, other: "Way") -> float:
         return other.step_s / self.step_s if self.step_s else 1.0
@@ -87,66 +82,36 @@ class Way:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use, and the three lines that say so."""
+    """What to use: `safe`, which is `plain` where nothing pays, and `faster` where a lossier scheme pays more."""
 
-    chosen: Way
     plain: Way
-    bf16: Way | None  # torch's own hook, where gradients are wider
-    rival: Way | None  # the fastest that keeps the loss, where nothing is to be compressed
-    lossy: Way | None  # the fastest that does not, where it is faster than the chosen one
-    basis: str  # where the times come from: "predicted for 1gbit"
+    safe: Way
+    faster: Way | None
+    bf16: Way | None  # torch's own, where gradients are wider
 
     @property
     def compress(self) -> bool:
-        return self.chosen is not self.plain
+        return self.safe is not self.plain or self.faster is not None
 
-    @property
-    def others(self) -> list[Way]:
-        """What the chosen one is compared with, bf16 first."""
-        return [way for way in (self.bf16, self.plain) if way is not None and way is not self.chosen]
-
-    @property
-    def notes(self) -> list[str]:
-        """Why a faster scheme is not recommended."""
-        if self.lossy is None:
-            return []
-        gain = f"{self.lossy.range(self.plain)} over {self.plain.name}"
-        why = f"its loss is {self.lossy.loss}" if self.lossy.loss else "its loss was not measured"
-        return [f"{self.lossy.name} would be faster ({gain}), but {why}"]
-
-    @property
-    def lines(self) -> tuple[str, str, str]:
-        """Use X · the speedup over bf16 and over fp32 · the cost in loss."""
-        return self.use, f"Gain: {self.gain} ({self.basis})", f"Loss: {self.loss}"
-
-    @property
-    def use(self) -> str:
-        return f"Use {self.chosen.name}: {self.chosen.code}" if self.compress else f"Do not compress: {self.plain.code}"
-
-    @property
-    def gain(self) -> str:
-        if self.compress:
-            return ", ".join(f"{self.chosen.range(other)} over {other.name}" for other in self.others)
-        if self.rival is None:
-            return "none; no other scheme keeps the loss"
-        return f"none; {self.rival.name}, the best that keeps the loss, has {self.rival.range(self.plain)} the speed"
-
-    @property
-    def loss(self) -> str:
-        if not self.compress:
-            return f"that of {self.plain.name}"
-        return str(self.chosen.loss or "not measured in these records; it is torch's own hook")
+    def speedup(self, way: Way) -> str:
+        """1.8–2.9 × over fp32, 1.0–1.7 × over bf16."""
+        others = [way.range(self.plain) + f" over {self.plain.name}"]
+        if self.bf16 is not None and self.bf16 is not way:
+            others.append(way.range(self.bf16) + f" over {self.bf16.name}")
+        return ", ".join(others)
 
 
-def choose(ways: Sequence[Way], basis: str) -> Recommendation:
+def choose(ways: Sequence[Way]) -> Recommendation:
     """Decide between `ways`, which go from the most to the least exact; the first is no compression."""
-    plain = best = ways[0]
-    kept = [way for way in ways[1:] if way.keeps_the_loss]
-    for way in kept:
-        if way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * best.step_s:
-            best = way
-    rival = min(kept, key=lambda way: way.step_s, default=None) if best is plain else None
+    plain = ways[0]
+
+    def best(start: Way, allowed: Callable[[Way], bool]) -> Way:
+        for way in ways[1:]:
+            if allowed(way) and way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * start.step_s:
+                start = way
+        return start
+
+    safe = best(plain, lambda way: way.is_safe)
+    faster = best(safe, lambda way: way.is_tolerable)
     bf16 = next((way for way in ways[1:] if way.name == "bf16"), None)
-    faster = [way for way in ways if not way.keeps_the_loss and way.step_s < (1 - GAIN) * best.step_s]
-    lossy = min(faster, key=lambda way: way.step_s, default=None)
-    return Recommendation(best, plain, bf16, rival, lossy, basis)
+    return Recommendation(plain, safe, None if faster is safe else faster, bf16)

@@ -282,6 +282,8 @@ def compress_fsdp(
 ) -> FSDPState:
     """Compress an FSDP2 model's gradient communication and, if asked, the gathering of its weights.
 
+        handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")  # after fully_shard
+
     Call it after `fully_shard`, before or after the first step. The result has `stats()`, `state_dict()`,
     `load_state_dict()` and `close()`.
 

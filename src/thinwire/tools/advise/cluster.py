@@ -21,9 +21,9 @@ RDMA_FROM = 100e9 / 8  # bytes per second; a faster link on NCCL counts as Infin
 LATENCY_S = {"gloo": 0.3e-3, "nccl": 10e-6}
 INSIDE_LATENCY_S = {"gloo": 0.3e-3, "nccl": 3e-6}
 # gloo: torch and Python handle every message, and the system copies every byte (processor times of
-# collectives_1gbit.json and collectives_100mbit.json). On a GPU, messages cost the host this much: an assumption.
+# collectives_1gbit.json and collectives_100mbit.json).
 BYTE_S = {"cpu": 0.65e-9, "cuda": 0.0}
-MESSAGE_S = {"cpu": 0.15e-3, "cuda": 10e-6}
+MESSAGE_S = {"cpu": 0.15e-3, "cuda": 0.0}  # on a GPU they are part of sum_s
 # Kernels of ranks that share a memory, and of ranks that take turns on its cores as well, over the same kernels alone:
 # collectives_loopback.json, with two and four ranks on two cores, beside kernels_cpu_aarch64.json.
 CROWD = 1.1
@@ -76,6 +76,12 @@ class Cluster:
         return Cluster(self.nodes, 1, across=across, transport=self.transport)
 
     @property
+    def ring_s(self) -> float:
+        """The latency once around a ring, which enters every node once."""
+        across = (self.nodes - 1) * self.across.latency_s if self.across else 0.0
+        return across + ((self.world - self.nodes) * self.inside.latency_s if self.inside else 0.0)
+
+    @property
     def links(self) -> list[LinkModel]:
         return [link for link in (self.across, self.inside) if link is not None]
 
@@ -87,12 +93,11 @@ class Cluster:
     @property
     def sum_latency_s(self) -> float:
         """The latency of torch's all_reduce: twice around a ring, or up and down NCCL's tree where that is sooner."""
-        ring = 2 * (self.world - 1) * self.latency_s
         if self.transport == "gloo":
-            return ring
+            return 2 * (self.world - 1) * self.latency_s
         across = (self.nodes - 1).bit_length() * self.across.latency_s if self.across else 0.0
         inside = (self.per_node - 1) * self.inside.latency_s if self.inside else 0.0
-        return min(ring, 2 * (across + inside))
+        return 2 * min(self.ring_s, across + inside)
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,7 @@ class Machine:
     message_s: float = 0.0  # the host's time per message sent or received
     byte_s: float = 0.0  # the processor's time for one byte sent and another received
     cores: float = 1.0  # per rank; the codec uses one of them
-    stage_s: float = 0.0  # on NCCL the host's time for a stage of ours: its kernels, and the message after them
-    plain_s: float = 0.0  # and for torch's own all_reduce
+    sum_s: float = 0.0  # on NCCL: what one of our collectives takes of the host in a step
 
     def speed(self, codec: Codec) -> CodecSpeed:
         """Of a codec, or of the measured one of its kind with the nearest number of bits."""
@@ -152,6 +156,6 @@ def recorded(device: str, architecture: str | None = None) -> Machine:
     name = "cuda" if device == "cuda" else architecture or platform.machine()
     kept = figures.get(name, figures["x86_64"])
     speeds = {codec: CodecSpeed(*seconds) for codec, seconds in kept["codecs"].items()}
-    nccl = {key: figures["nccl"][key] for key in ("stage_s", "plain_s")} if device == "cuda" else {}
+    sum_s = figures["nccl"]["sum_s"] if device == "cuda" else 0.0
     times = {"call_s": kept["call_s"], "message_s": MESSAGE_S[device], "byte_s": BYTE_S[device]}
-    return Machine(device, kept["source"], kept["copy_s"], speeds, **times, **nccl)
+    return Machine(device, kept["source"], kept["copy_s"], speeds, **times, sum_s=sum_s)

@@ -1,21 +1,23 @@
-"""The cost model: what a scheme makes of a training step.
+"""The cost model: what a scheme makes of a training step, and what a rank needs memory for.
 
-A bucket of n elements has stages: kernels, then a message. Of all its stages together,
+Gradients travel in pieces: DDP's buckets, or the modules that FSDP2 shards. Of one piece,
 
     wire = bytes on the busiest link / its rate           (no faster than the processor copies them)
     work = kernels + the host's time for calls and messages
     T    = max(wire, work) + min(wire, work) / chunks + messages in a row * latency
 
-gloo pipelines a bucket in chunks; NCCL runs kernels and messages on one stream (one chunk). Of b buckets, the first
-b - 1 add their busiest resource each and the last one adds T. Backward compute hides that, except for the work that
-needs the processor the backward pass runs on:
+gloo pipelines a piece in chunks; on NCCL kernels and messages share a stream, and T is their sum. Of b pieces the first
+b - 1 add their busiest resource each, the last one T. Compute hides that, except for work on the processor that the
+backward pass runs on:
 
-    C = (b - 1) * busy + T;  exposed = max(T, taken + (C - taken) * (1 - min(1, hidden / C)))
-    step = compute + copies into and out of DDP's buckets + exposed
+    C = (b - 1) * busy + T;  exposed = max(T, C - (C - taken) * min(1, hidden / C))
+    step = compute + copies into and out of buckets + exposed
 
-Legend: W ranks, G of them in a node, M nodes; w bytes of the wire of n elements.
+DiLoCo adds a sum between sites to every `every`-th step. Legend: W ranks, G of them in a node, M nodes; w bytes of the
+wire of n elements.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,13 +27,20 @@ from thinwire.codecs import BlockInt, Cast, Codec, Identity, Lloyd
 from thinwire.tools.advise.cluster import Cluster, Machine
 from thinwire.tools.recommend import BF16_HOOK
 
+DDP, FSDP2, HSDP, DILOCO = "ddp", "fsdp2", "hsdp", "diloco"
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
-INSIDE: tuple[Codec, ...] = (Cast("bf16"), BlockInt(8))  # of a node, where the link is fast
+WIDE = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
+NOTHING = Identity()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUCKET_BYTES = 25 << 20  # DDP's default
 BACKWARD = 0.5  # of a step's compute: two thirds of forward and backward pass, less what optimizer and data take
+PASSES = 0.75  # forward pass and backward pass: FSDP2 gathers ahead in both
 CHUNK = 1 << 18  # elements
 CLASSIC_COPIES = 5.0  # passes of classic feedback over the gradients, in copies, beside another decode
+MOMENTS = 2.0  # what sums in Adam's units take of the host, over others (ddp_steps_gpt124m_h200_*_1host_*.json)
+OUTER_COPIES = 8.0  # passes of DiLoCo's outer step over the parameters
+EVERY = 30  # steps between DiLoCo's rounds
+LAYER = 12 * 128**2  # a transformer 128 times as wide as deep has this times layers³ weights
 
 
 @dataclass(frozen=True)
@@ -42,18 +51,37 @@ class TrainingJob:
     step_s: float  # without any communication
     dtype: torch.dtype = torch.float32  # of the gradients
     bucket_bytes: int = BUCKET_BYTES  # more => fewer messages, less overlap
-    overlap: float | None = None  # share of step_s that communication may hide behind; None: by the buckets
+    overlap: float | None = None  # share of step_s that communication may hide behind; None: by the pieces
     adaptive: bool = True  # whether the optimizer is an Adam, which gets no feedback
+    parallel: str = DDP
+    trained: int = 0  # parameters that learn; 0: all
+    gathered: torch.dtype = torch.bfloat16  # FSDP2's weights
+    every: int = EVERY
+    units: int = 0  # that FSDP2 shards; 0: a transformer's layers
 
     @property
-    def buckets(self) -> int:
-        return min(self.params, -(-self.params * self.dtype.itemsize // self.bucket_bytes))
+    def learns(self) -> int:
+        return self.trained or self.params
+
+    @property
+    def sharded(self) -> bool:
+        return self.parallel in (FSDP2, HSDP)
+
+    @property
+    def layers(self) -> int:
+        return max(1, round(math.cbrt(self.params / LAYER)))
+
+    @property
+    def pieces(self) -> int:
+        if self.sharded:
+            return min(self.params, self.units or self.layers)
+        return min(self.learns, -(-self.learns * self.dtype.itemsize // self.bucket_bytes))
 
     def hidden_s(self, machine: Machine) -> float:
-        """The part of the backward pass after the first bucket is ready; none where it keeps the only core busy."""
+        """The passes after the first piece is ready; none where they keep the only core busy."""
         spare = 1.0 if machine.device == "cuda" else min(1.0, machine.cores - 1)
-        share = BACKWARD * (1 - 1 / self.buckets) * spare if self.overlap is None else self.overlap
-        return share * self.step_s
+        share = (PASSES if self.sharded else BACKWARD) * (1 - 1 / self.pieces) * spare
+        return (share if self.overlap is None else self.overlap) * self.step_s
 
 
 def bits_of(codec: Codec) -> float:
@@ -61,44 +89,59 @@ def bits_of(codec: Codec) -> float:
 
 
 @dataclass(frozen=True)
-class SumScheme:
-    """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
+class Scheme:
+    """A codec and an algorithm; where there are two levels `inside` serves inside a node, `codec` between nodes."""
 
-    algorithm: str  # "ring" is torch's own all_reduce in `codec`, which is "none" or a cast
+    algorithm: str  # "ring" is torch's own, in `codec`, which is "none" or a cast; "sharded" has weights, too
     codec: Codec
-    across: Codec | None = None
+    inside: Codec | None = None
+    weights: Codec = NOTHING
 
     @property
     def compresses(self) -> bool:
-        return not isinstance(self.codec, Identity)
+        return not (isinstance(self.codec, Identity) and isinstance(self.weights, Identity))
 
     @property
-    def narrowest(self) -> Codec:
-        return self.across or self.codec
+    def exactness(self) -> tuple[float, ...]:
+        """The less, the more exact."""
+        return tuple(-bits_of(codec or NOTHING) for codec in (self.codec, self.weights, self.inside))
+
+    @property
+    def kind(self) -> str:
+        return "flat" if self.algorithm in ("one_shot", "two_phase") else self.algorithm
 
     def feedback(self, job: TrainingJob) -> str:
-        """What compress_ddp adds by itself below 4 bits: Adam's units, or classic feedback; none over a mesh."""
-        few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4
-        return ("none+moments" if job.adaptive else "classic") if few and self.across is None else "none"
+        """What compress_ddp adds by itself below 4 bits: Adam's units, or classic feedback; none in levels, DiLoCo."""
+        few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4 and job.parallel == DDP
+        return ("none+moments" if job.adaptive else "classic") if few and self.inside is None else "none"
 
-    def how(self, cluster: Cluster) -> str:
+    def how(self, job: TrainingJob, cluster: Cluster) -> str:
         """The line of code that does it."""
+        given = f'"{self.codec}"'
+        if job.parallel == DILOCO:
+            group = ', group=mesh.get_group("site")' if cluster.per_node > 1 else ""
+            return f"thinwire.DiLoCo(model, optimizer, every={job.every}, codec={given}{group})"
+        if job.sharded:
+            if self.algorithm == "ring":
+                return "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))"
+            within = f', inside="{self.inside}"' if self.inside is not None else ""
+            weights = "" if isinstance(self.weights, Identity) else f', weights="{self.weights}"'
+            return f"thinwire.compress_fsdp(model, gradients={given}{weights}{within})"
         if self.algorithm == "ring":
-            return BF16_HOOK if self.compresses else "plain DDP, no hook"
-        if self.across is not None:
+            return BF16_HOOK
+        if self.inside is not None:
             device = "cuda" if cluster.transport == "nccl" else "cpu"
             mesh = f'torch.distributed.init_device_mesh("{device}", ({cluster.nodes}, {cluster.per_node}))'
-            return f'thinwire.compress_ddp(model, "{self.across}", mesh={mesh}, inside="{self.codec}")'
-        other = "" if self.algorithm == usual(cluster.world) else f', algorithm="{self.algorithm}"'
-        return f'thinwire.compress_ddp(model, "{self.codec}"{other})'
+            return f'thinwire.compress_ddp(model, {given}, mesh={mesh}, inside="{self.inside}")'
+        return f"thinwire.compress_ddp(model, {given})"
 
     def __str__(self) -> str:
-        if self.across is not None:
-            return f"{self.codec} inside / {self.across} across (hierarchical)"
-        return f"{self.codec} (ring)" if self.algorithm == "ring" else f"{self.codec} {self.algorithm}"
+        both = f"{self.codec}" if isinstance(self.weights, Identity) else f"{self.codec}/{self.weights}"
+        return f"{both} across nodes, {self.inside} inside" if self.inside is not None else both
 
 
-PLAIN = SumScheme("ring", Identity())
+PLAIN = Scheme("ring", NOTHING)
+BF16 = Scheme("ring", Cast("bf16"))
 
 
 def usual(world: int) -> str:
@@ -106,64 +149,104 @@ def usual(world: int) -> str:
     return "one_shot" if world <= 2 else "two_phase"
 
 
-def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[SumScheme]:
-    """No compression, torch's bf16, thinwire's codecs: flat, and in a hierarchy where there are levels."""
-    narrow = [SumScheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
+def candidates(job: TrainingJob, cluster: Cluster, codecs: Sequence[Codec]) -> list[Scheme]:
+    """No compression, torch's bf16, thinwire's codecs: flat, and in levels where there are some."""
+    narrow = [BF16] if job.dtype == torch.float32 and job.parallel != DILOCO else []
     used = [codec for codec in codecs if not isinstance(codec, Identity)]
-    flat = [SumScheme(usual(cluster.world), codec) for codec in used]
-    levels = [
-        SumScheme("hierarchical", inside, across)
-        for inside in INSIDE
-        for across in used
-        if cluster.has_levels and bits_of(across) <= bits_of(inside)
-    ]
+    real = [codec for codec in used if not isinstance(codec, Cast)]
+    if job.parallel == DILOCO:
+        return [PLAIN, *(Scheme(usual(cluster.nodes), codec) for codec in used)]
+    if job.parallel == FSDP2:
+        kept = [codec for codec in real if isinstance(codec, BlockInt) and codec.bits >= WIDE]
+        return [PLAIN, *narrow, *(Scheme("sharded", c, None, w) for c in real for w in (NOTHING, *kept))]
+    if job.parallel == HSDP:
+        return [PLAIN, *narrow, *(Scheme("sharded", codec, Cast("bf16")) for codec in real)]
+    flat = [Scheme(usual(cluster.world), codec) for codec in real]
+    inner = [Cast("bf16"), BlockInt(8)] if cluster.has_levels else []
+    levels = [Scheme("hierarchical", c, i) for i in inner for c in used if bits_of(c) <= bits_of(i)]
     return [PLAIN, *narrow, *flat, *levels]
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """What one bucket takes, of all its stages together; see the formula above."""
+class Portion:
+    """What one bucket or module takes, of all its stages together; see the formula above."""
 
     kernels_s: float = 0.0
     calls: int = 0  # of kernels
-    stages: int = 0
+    sums: float = 0  # of thinwire's collectives
     hops: float = 0.0  # seconds of latency of messages in a row
     messages: int = 0  # that a rank's host sends and receives
     across_s: float = 0.0  # seconds of a node's link
     inside_s: float = 0.0  # seconds of a rank's link inside its node
     sent: float = 0.0  # bytes per rank
     crossed: float = 0.0  # of these, to other nodes
-    plain: bool = False  # torch's own
 
-    def plus(self, other: "Bucket") -> "Bucket":
-        sums = {name: getattr(self, name) + value for name, value in vars(other).items() if name != "plain"}
-        return Bucket(**sums, plain=self.plain)
+    def __add__(self, other: "Portion") -> "Portion":
+        return Portion(*(getattr(self, name) + value for name, value in vars(other).items()))
 
 
-def bucket(numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Bucket:
+def piece(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Portion:
+    """Of `numel` elements; FSDP2's frozen ones are gathered and not summed."""
+    if job.sharded:
+        return _sharded(numel, scheme, cluster, machine, job)
     if scheme.algorithm == "ring":
-        return _ring(numel, scheme, cluster, machine, job)
-    if scheme.across is None:
-        return _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, scheme.feedback(job) == "classic")
+        return _ring(numel, scheme.codec, cluster, machine, job.dtype)
+    if scheme.inside is None:
+        feedback = scheme.feedback(job)
+        found = _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, feedback == "classic")
+        return replace(found, sums=MOMENTS if "moments" in feedback else 1)
     # Sum a node's shards, sum those over nodes, gather them in the node.
-    node, shard = cluster.node, -(-numel // cluster.per_node)
-    inner = _flat(numel, scheme.codec, "two_phase", node, machine)
-    return inner.plus(_flat(shard, scheme.across, usual(cluster.nodes), cluster.rail, machine))
+    inner = _flat(numel, scheme.inside, "two_phase", cluster.node, machine)
+    shard = -(-numel // cluster.per_node)
+    return inner + _flat(shard, scheme.codec, usual(cluster.nodes), cluster.rail, machine)
 
 
-def _ring(numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Bucket:
+def _sharded(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Portion:
+    """Weights are gathered before either pass, and gradients go to the ranks that own them."""
+    learns = -(-numel * job.learns // job.params)
+    where = cluster.node if job.parallel == HSDP else cluster
+    weights, gradients = scheme.weights, scheme.inside or scheme.codec
+    narrow = isinstance(scheme.codec, Cast) and scheme.algorithm == "ring"
+    if isinstance(weights, Identity):
+        gathered = _passed(numel * (2 if narrow else job.gathered.itemsize), where)
+    else:
+        speed, part = machine.speed(weights), -(-numel // where.world)
+        kernels = part * speed.encode + numel * speed.decode
+        gathered = Portion(kernels, 1 + where.world, 1) + _gather(where, weights.wire_bytes(part))
+    if scheme.algorithm == "ring":
+        twice = 2 if cluster.transport == "gloo" else 1  # gloo sums everywhere, and drops what is not a rank's own
+        scattered = _passed(twice * learns * (2 if narrow else job.dtype.itemsize), where)
+    else:
+        speed, part = machine.speed(gradients), -(-learns // where.world)
+        kernels = learns * speed.encode + part * (speed.decode + speed.wire * (where.world - 1))
+        scattered = Portion(kernels, 1 + where.world, 1) + _exchange(where, gradients.wire_bytes(part))
+    found = gathered + gathered + scattered
+    if job.parallel == HSDP:
+        shard = -(-learns // cluster.per_node)
+        if scheme.algorithm == "ring":
+            return found + _ring(shard, scheme.codec, cluster.rail, machine, job.dtype)
+        found += _flat(shard, scheme.codec, usual(cluster.nodes), cluster.rail, machine)
+    return found
+
+
+def _passed(nbytes: float, cluster: Cluster) -> Portion:
+    """torch's gather or scatter of so many bytes: once around a ring."""
+    return replace(_around(cluster, (cluster.world - 1) / cluster.world * nbytes), calls=1, hops=cluster.ring_s)
+
+
+def _ring(numel: int, codec: Codec, cluster: Cluster, machine: Machine, dtype: torch.dtype) -> Portion:
     """torch's all_reduce sends 2(W-1)/W of its bytes per rank; of a node's ranks one sends them to the next node."""
-    nbytes = scheme.codec.wire_bytes(numel) if scheme.compresses else numel * job.dtype.itemsize
-    sent = 2 * (cluster.world - 1) / cluster.world * nbytes
-    speed = machine.speed(scheme.codec)
-    casts = numel * (speed.encode + speed.decode) if scheme.compresses else 0.0
-    calls = 3 if scheme.compresses else 1
-    return replace(_around(cluster, sent), kernels_s=casts, calls=calls, hops=cluster.sum_latency_s, plain=True)
+    narrow = not isinstance(codec, Identity)
+    nbytes = codec.wire_bytes(numel) if narrow else numel * dtype.itemsize
+    speed = machine.speed(codec)
+    casts = numel * (speed.encode + speed.decode) if narrow else 0.0
+    around = _around(cluster, 2 * (cluster.world - 1) / cluster.world * nbytes)
+    return replace(around, kernels_s=casts, calls=3 if narrow else 1, hops=cluster.sum_latency_s)
 
 
 def _flat(
     numel: int, codec: Codec, algorithm: str, cluster: Cluster, machine: Machine, feedback: bool = False
-) -> Bucket:
+) -> Portion:
     """one_shot: encode n, send w to all, sum W wires.
 
     two_phase: encode n, send w/W to each, recode the sum of W shards, gather them, decode n.
@@ -172,98 +255,132 @@ def _flat(
     fed = speed.decode + CLASSIC_COPIES * machine.copy_s if feedback else 0.0
     if algorithm == "one_shot":
         kernels = numel * (speed.encode + speed.decode + speed.wire * (world - 1) + fed)
-        return Bucket(kernels, 2, 2).plus(_gather(cluster, codec.wire_bytes(numel)))
+        return Portion(kernels, 2, 1) + _gather(cluster, codec.wire_bytes(numel))
     part = codec.wire_bytes(-(-numel // world))
     again = numel / world * (speed.recode + speed.wire * (world - 1))
     kernels = numel * (speed.encode + speed.decode + fed) + again
-    return Bucket(kernels, 2 * world + 1, 3).plus(_exchange(cluster, part)).plus(_gather(cluster, part))
+    return Portion(kernels, 2 * world + 1, 1) + _exchange(cluster, part) + _gather(cluster, part)
 
 
-def _exchange(cluster: Cluster, part: float) -> Bucket:
+def _exchange(cluster: Cluster, part: float) -> Portion:
     """Every rank sends `part` bytes to each other: a node's link carries G(W-G) parts, a rank's own G-1."""
     inner = cluster.per_node - 1
     outer = cluster.world - 1 - inner
     across = cluster.per_node * outer * part / cluster.across.bytes_per_s if cluster.across else 0.0
     inside = inner * part / cluster.inside.bytes_per_s if cluster.inside else 0.0
     both = (inner + outer) * part
-    messages = 2 * (inner + outer)
-    return Bucket(0.0, 0, 0, cluster.latency_s, messages, across, inside, both, outer * part)
+    return Portion(0.0, 0, 0, cluster.latency_s, 2 * (inner + outer), across, inside, both, outer * part)
 
 
-def _gather(cluster: Cluster, part: float) -> Bucket:
+def _gather(cluster: Cluster, part: float) -> Portion:
     """Every rank gets every other's `part`. NCCL passes them round a ring, which enters and leaves a node once."""
     if cluster.transport == "gloo":
         return _exchange(cluster, part)
-    steps = cluster.world - 1
-    return replace(_around(cluster, steps * part), hops=steps * cluster.latency_s, messages=1)
+    return replace(_around(cluster, (cluster.world - 1) * part), hops=cluster.ring_s, messages=1)
 
 
-def _around(cluster: Cluster, sent: float) -> Bucket:
+def _around(cluster: Cluster, sent: float) -> Portion:
     """Each rank passes `sent` bytes on around a ring; of a node's ranks one sends them to the next node."""
     across, inside = (sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside))
-    return Bucket(across_s=across, inside_s=inside, sent=sent, crossed=sent / cluster.per_node if across else 0.0)
+    return Portion(across_s=across, inside_s=inside, sent=sent, crossed=sent / cluster.per_node if across else 0.0)
 
 
 @dataclass(frozen=True)
-class BucketTimes:
-    """Seconds of one bucket."""
+class PortionTimes:
+    """Seconds of one piece."""
 
     alone_s: float  # T
     busy_s: float  # what it adds where others go before and after it
-    taken_s: float  # of it, what the backward pass loses
-    wire_s: float
-    work_s: float
+    taken_s: float  # of it, what the passes lose
 
 
-def times(one: Bucket, numel: int, cluster: Cluster, machine: Machine) -> BucketTimes:
+def times(one: Portion, numel: int, cluster: Cluster, machine: Machine) -> PortionTimes:
     wire = max(one.across_s, one.inside_s, one.sent * machine.byte_s)
     if machine.device == "cuda":
-        host = machine.plain_s if one.plain else one.stages * machine.stage_s
-        work, taken = max(one.kernels_s, host), one.kernels_s
-        alone = wire + work + one.hops
-        return BucketTimes(alone, max(host, wire + one.kernels_s + one.hops), taken, wire, work)
+        taken = one.kernels_s + one.sums * machine.sum_s
+        alone = wire + taken + one.hops
+        return PortionTimes(alone, alone, taken)
     most = 4 if cluster.world == 2 else 8 * (cluster.world - 1)
-    chunks = 1 if one.plain else max(1, min(most, 32, numel // CHUNK))
+    chunks = max(1, min(most, 32, numel // CHUNK)) if one.sums else 1
     work = one.kernels_s + chunks * (one.calls * machine.call_s + one.messages * machine.message_s)
     taken = (work + one.sent * machine.byte_s) / machine.cores
     alone = max(wire, work) + min(wire, work) / chunks + one.hops
-    busy = max(wire + one.hops / 2 if one.plain else wire, work, taken)  # torch's gloo runs two sums at a time
-    return BucketTimes(max(alone, taken), busy, taken, wire, work)
+    busy = max(wire if one.sums else wire + one.hops / 2, work, taken)  # torch's gloo runs two sums at a time
+    return PortionTimes(max(alone, taken), busy, taken)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a scheme makes of a step. `thinwire advise --json` prints the fields under these names."""
 
-    scheme: SumScheme
+    scheme: Scheme
     bytes: float  # sent per rank and step
     bytes_across: float  # of these, to other nodes
     step_s: float
-    exposed_s: float  # communication that the backward pass does not hide
-    wire_s: float  # of the busiest link
-    work_s: float  # of kernels, calls and messages
-    feedback: str
+    exposed_s: float  # communication that compute does not hide; of DiLoCo with its round's share
+    round_s: float  # DiLoCo's sum between sites, every `every` steps
+    host_s: float  # of thinwire's calls and, on a CPU, kernels
+    messages: int  # that a rank sends and receives per step
     bucket_bytes: int
 
 
-def predict(job: TrainingJob, scheme: SumScheme, cluster: Cluster, machine: Machine) -> Prediction:
+def predict(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine) -> Prediction:
     """A step of `job`; see the formula above."""
-    count, numel = job.buckets, -(-job.params // job.buckets)
-    one = bucket(numel, scheme, cluster, machine, job)
+    if job.parallel == DILOCO:
+        return _rounds(job, scheme, cluster, machine)
+    count = job.pieces
+    numel = -(-(job.params if job.sharded else job.learns) // count)
+    one = piece(numel, scheme, cluster, machine, job)
     each = times(one, numel, cluster, machine)
     whole = (count - 1) * each.busy_s + each.alone_s
     taken = count * each.taken_s
-    seen = 1 - min(1.0, job.hidden_s(machine) / whole) if whole > 0 else 1.0
-    exposed = max(each.alone_s, taken + (whole - taken) * seen) if cluster.world > 1 else 0.0
-    copies = 2 * job.params * machine.copy_s * job.dtype.itemsize / 4 if cluster.world > 1 else 0.0
+    seen = min(1.0, job.hidden_s(machine) / whole) if whole > 0 else 0.0
+    exposed = max(each.alone_s, whole - (whole - taken) * seen) if cluster.world > 1 else 0.0
+    copies = 2 * job.learns * machine.copy_s * job.dtype.itemsize / 4 if cluster.world > 1 else 0.0
     return Prediction(
         scheme,
         bytes=count * one.sent,
         bytes_across=count * one.crossed,
         step_s=job.step_s + copies + exposed,
         exposed_s=exposed,
-        wire_s=count * each.wire_s,
-        work_s=count * each.work_s,
-        feedback=scheme.feedback(job),
+        round_s=0.0,
+        host_s=taken if machine.device == "cpu" else count * one.sums * machine.sum_s,
+        messages=count * one.messages,
         bucket_bytes=job.bucket_bytes,
     )
+
+
+def _rounds(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine) -> Prediction:
+    """Sites are nodes: FSDP2 inside one, and the ranks that hold the same shard average it between sites."""
+    inner = predict(replace(job, parallel=FSDP2 if cluster.per_node > 1 else DDP), PLAIN, cluster.node, machine)
+    shard = -(-job.learns // cluster.per_node)
+    alone = replace(job, parallel=DDP, bucket_bytes=shard * 4)
+    one = piece(shard, scheme, cluster.rail, machine, alone)
+    outer = times(one, shard, cluster.rail, machine).alone_s + OUTER_COPIES * shard * machine.copy_s
+    round_s = outer if cluster.nodes > 1 else 0.0
+    return replace(
+        inner,
+        scheme=scheme,
+        bytes=inner.bytes + one.sent / job.every,
+        bytes_across=one.crossed / job.every,
+        step_s=inner.step_s + round_s / job.every,
+        exposed_s=inner.exposed_s + round_s / job.every,
+        round_s=round_s,
+        host_s=inner.host_s + one.sums * machine.sum_s / job.every,
+        messages=inner.messages + math.ceil(one.messages / job.every),
+    )
+
+
+def state_bytes(job: TrainingJob, cluster: Cluster) -> float:
+    """What a rank holds beside activations: weights (frozen ones in bf16), gradients and the optimizer's state.
+
+    Under DDP its buckets, under FSDP2 two gathered modules and their gradients, for DiLoCo the outer copies.
+    """
+    optimizer = 8 if job.adaptive else 4
+    learns, frozen = job.learns, job.params - job.learns
+    if job.parallel == DDP:
+        return (12 + optimizer) * learns + 2 * frozen
+    ranks = cluster.world if job.parallel == FSDP2 else cluster.per_node
+    whole = 0.0 if ranks == 1 else 2 * (job.gathered.itemsize * job.params + 4 * learns) / job.layers
+    outer = 16 if job.parallel == DILOCO else 0
+    return ((8 + optimizer + outer) * learns + 2 * frozen) / ranks + whole

@@ -69,14 +69,31 @@ def _within(value: float, least: float, most: float, text: str, what: str) -> fl
 
 
 def duration(seconds: float) -> str:
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"
+    """3.2 us, 350 ms, 1.2 s, 20 min, 3 h."""
+    return _scaled(seconds, {"h": 7200, "min": 120, "s": 1, "ms": 1e-3}, "us", 1e-6, {"h": 3600, "min": 60})
 
 
 def nbytes(count: float) -> str:
-    unit, times = next((pair for pair in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= pair[1]), ("kB", 1e3))
-    return f"{count / times:.3g} {unit}"
+    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6}, "kB", 1e3)
+
+
+def amount(count: float) -> str:
+    """7 B, 124 M, 250 k, 52."""
+    return _scaled(count, {"B": 1e9, "M": 1e6, "k": 1e3}, "", 1).strip()
+
+
+def bits(bytes_per_s: float) -> str:
+    """A rate in bits: 25 Gbit/s."""
+    return _scaled(8 * bytes_per_s, {"Gbit/s": 1e9, "Mbit/s": 1e6}, "kbit/s", 1e3)
+
+
+def _scaled(
+    value: float, least: dict[str, float], unit: str, size: float, sizes: dict[str, float] | None = None
+) -> str:
+    """Three digits of the first unit whose `least` the value reaches, or of the smallest; `sizes`: of other units."""
+    unit = next((name for name, start in least.items() if value >= start), unit)
+    shown = value / {**least, **(sizes or {})}.get(unit, size)
+    return f"{shown:,.0f} {unit}" if 1000 <= shown < 1e6 else f"{shown:.3g} {unit}"
 
 
 def mebibytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The advice: every scheme predicted and ranked, one recommended by `tools.recommend`, and why.
+"""The advice: every scheme predicted and ranked, two answers by `tools.recommend`, and why.
 
 `evidence.json` holds losses of committed records and the model's error; `python tests/figures.py` writes it.
 """
@@ -13,44 +13,74 @@ from typing import Any
 import torch
 
 from thinwire.codecs import Cast, Codec, codec
-from thinwire.errors import AdviceError, RecordError
-from thinwire.tools import recommend
+from thinwire.errors import CodecError, RecordError
+from thinwire.tools import pairs, recommend
 from thinwire.tools.advise import model, units
-from thinwire.tools.advise.cluster import BYTE_S, INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
-from thinwire.tools.advise.model import Prediction, SumScheme, TrainingJob
+from thinwire.tools.advise.cluster import Cluster, Machine
+from thinwire.tools.advise.model import Prediction, Scheme, TrainingJob
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.recommend import GAIN, Loss, Recommendation, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
+ACTIVATIONS = 0.25  # of a rank's memory, where they are not given
+FEW = 0.1  # a trainable share below this gets a hint
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ADAMS = ("adam", "adamw", None)
 Losses = Mapping[str, Loss]  # by name of the scheme
 
 
 @dataclass(frozen=True)
 class Evidence:
-    losses: Losses  # of the largest model that has the scheme
+    losses: Mapping[str, Losses]  # by parallel
     misses: Mapping[str, Sequence[float]]  # measured over predicted speedup, least and most, by kind of scheme
-    most_ranks: int  # of the steps and sums that predictions were compared with
-    fastest_bytes_per_s: float  # their fastest link
+    most_ranks: int  # of the steps that predictions were compared with
 
 
 @functools.cache
 def shipped() -> Evidence:
     kept: dict[str, Any] = json.loads(resources.files(__package__).joinpath("evidence.json").read_text())
-    return Evidence({name: Loss(*found) for name, found in kept.pop("losses").items()}, **kept)
+    losses = {how: {name: Loss(*one) for name, one in found.items()} for how, found in kept.pop("losses").items()}
+    return Evidence(losses, **kept)
 
 
 def losses_of(record: Record, source: str) -> dict[str, Loss]:
-    """By scheme, the losses of a training record; the spread is unknown below LEAST_SEEDS seeds."""
-    found = {}
-    for row in record.rows:
-        if not row.get("control"):
-            seeds = int(column(row, "seeds"))
-            known = seeds >= recommend.LEAST_SEEDS and row["noise_floor"] is not None
-            ratio = None if row.get("diverged") else column(row, "loss_log_ratio", -1e18)
-            floor = column(row, "noise_floor", 0.0) if known else None
-            found[recommend.scheme_of(row)] = Loss(ratio, floor, seeds, source)
+    """By scheme, what a record of kind "loss" or "train" with two seeds or more says; RecordError where it is none."""
+    read = {"loss": _paired, "train": trained}.get(record.kind)
+    if read is None:
+        raise RecordError(f"expected losses (a record of kind loss or train), got one of kind {record.kind}")
+    found = {name: loss for row in record.rows for name, loss in read(row, source)}
+    if not found:
+        raise RecordError("expected a codec trained with two seeds or more, got none: thinwire rehearse --seeds 3")
     return found
+
+
+def _paired(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
+    """An arm of `thinwire rehearse` or of the loss study, which has the feedback that compress_ddp adds by itself."""
+    arm, half = str(row["arm"]), row["gap_half"]
+    if half is None or row.get("control") or arm in ("fp32", "none", "null"):
+        return
+    try:
+        adaptive = row["optimizer"] in _ADAMS
+        feedback = Scheme("two_phase", codec(arm)).feedback(TrainingJob(1, 0.0, adaptive=adaptive))
+    except CodecError:  # a peer, such as powersgd4
+        feedback = "none"
+    size = int(column(row, "weights")) if row.get("weights") else None
+    numbers = column(row, "gap_nats", -1e18), column(row, "gap_half", 0.0), int(column(row, "seeds"))
+    yield recommend.name(arm, feedback), Loss(*numbers, size, source)
+
+
+def trained(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
+    """Of the training records: the gap of validation losses, or of losses, and its standard error over seeds."""
+    if row.get("control") or row.get("diverged") or row["codec"] == "none":
+        return
+    gap, error = row["val_gap_nats"], row.get("val_gap_error")
+    if gap is None and row.get("loss_log_ratio_error") is not None:
+        loss = column(row, "loss", 0.0)
+        gap, error = loss * column(row, "loss_log_ratio", -1e18), loss * column(row, "loss_log_ratio_error", 0.0)
+    seeds = int(column(row, "seeds"))
+    if isinstance(gap, float | int) and isinstance(error, float | int) and seeds > 1:
+        half = pairs.t95(seeds - 1) * error
+        yield recommend.scheme_of(row), Loss(gap, half, seeds, int(column(row, "params")), source)
 
 
 def column(row: Row, name: str, least: float = 1e-18) -> float:
@@ -61,39 +91,13 @@ def column(row: Row, name: str, least: float = 1e-18) -> float:
     return float(value)
 
 
-def described(row: Row, machine: Machine, buckets: int | None = None) -> tuple[TrainingJob, Cluster, Machine]:
-    """The job, ranks and links of a train row, and what the machine is for each rank."""
-    params = int(column(row, "params", 1))
-    size = model.BUCKET_BYTES if buckets is None else -(-4 * params // buckets)
-    compute_s = 1e-3 * column(row, "compute_ms", 0.0)
-    job = TrainingJob(params, compute_s, bucket_bytes=size, adaptive=row["optimizer"] != "sgd")
-    return job, *placed(row, machine)
-
-
-def placed(row: Row, machine: Machine) -> tuple[Cluster, Machine]:
-    """Every rank, or every node, behind a link of its own, all on one computer: inside a node it is the limit."""
-    try:
-        across = LinkModel.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
-    except AdviceError as error:
-        raise RecordError(f"column 'link': {error}") from None
-    world = int(column(row, "world", 1))
-    nodes = world if row.get("nodes") is None else int(column(row, "nodes", 1))
-    inside = LinkModel(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
-    cluster = Cluster(world, world // nodes, across=across, inside=inside, transport="gloo")
-    return cluster, machine.shared(world, int(column(row, "cores", 1)))
-
-
 @dataclass(frozen=True)
 class Verdict:
     ranked: tuple[Prediction, ...]  # the fastest first
-    ways: Mapping[SumScheme, Way]  # what the rule saw of each
+    ways: Mapping[Scheme, Way]  # what the rule saw of each
     choice: Recommendation
-    advised: Prediction
-    reason: str
-    notes: tuple[str, ...]
-
-    def way(self, prediction: Prediction) -> Way:
-        return self.ways[prediction.scheme]
+    state_bytes: float  # of a rank, without activations
+    lines: tuple[str, ...]  # the answers, why, and notes
 
 
 def judge(
@@ -104,85 +108,139 @@ def judge(
     codecs: Sequence[Codec] = tuple(map(codec, model.CODECS)),
     losses: Losses | None = None,
     buckets: Sequence[int] = BUCKETS,
+    memory: float | None = None,
+    activations: float | None = None,
 ) -> Verdict:
     """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
     `losses` are those of a run of one's own, which count before the committed ones.
     """
-    found = [
-        _with_best_buckets(job, scheme, cluster, machine, buckets)
-        for scheme in model.candidates(cluster, codecs, job.dtype)
-    ]
-    ordered = [found[0], *sorted(found[1:], key=lambda prediction: -model.bits_of(prediction.scheme.narrowest))]
-    known = {**shipped().losses, **(losses or {})}
-    ways = {prediction.scheme: _way(prediction, job, cluster, known) for prediction in ordered}
-    choice = recommend.choose(list(ways.values()), "predicted")
-    best = next(prediction for prediction in found if ways[prediction.scheme] is choice.chosen)
-    ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
-    return Verdict(
-        ranked, ways, choice, best, _why(job, found, best, choice, cluster), tuple(_notes(choice, best, cluster))
-    )
+    found = [_with_best_buckets(job, one, cluster, machine, buckets) for one in model.candidates(job, cluster, codecs)]
+    measured = {**shipped().losses.get("fsdp2" if job.sharded else job.parallel, {}), **(losses or {})}
+    ordered = [found[0], *sorted(found[1:], key=lambda one: one.scheme.exactness)]
+    ways = {one.scheme: _way(one, job, cluster, measured) for one in ordered}
+    choice = recommend.choose(list(ways.values()))
+    needs = model.state_bytes(job, cluster)
+    by_way = {id(ways[one.scheme]): one for one in found}
+    lines = _too_large(job, cluster, needs, memory, activations)
+    if not lines:
+        lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
+    return Verdict(tuple(sorted(found, key=lambda one: one.step_s)), ways, choice, needs, tuple(lines))
 
 
 def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Losses) -> Way:
     scheme = prediction.scheme
-    kind = scheme.algorithm if scheme.algorithm in ("ring", "hierarchical") else "flat"
+    kind = "rounds" if job.parallel == model.DILOCO else scheme.kind
     low, high = shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
-    name = recommend.name(str(scheme.narrowest), prediction.feedback)
-    exact = not scheme.compresses or scheme.narrowest == Cast("bf16")
-    shown = name
-    if scheme.across is not None:
-        shown = f"{scheme.across} across nodes, {scheme.codec} inside"
-    elif not scheme.compresses:
-        shown = _SHORT[job.dtype]
-    elif scheme.algorithm != "ring" and exact:
-        shown = f"{name}, {scheme.algorithm}"  # torch's own has the short name
-    return Way(shown, scheme.how(cluster), prediction.step_s, low, high, losses.get(name), exact)
+    weights = str(scheme.weights) if job.sharded else None
+    known = recommend.name(str(scheme.codec), scheme.feedback(job), weights)
+    if job.parallel == model.DILOCO:
+        known += f" every {job.every}"
+    exact = not scheme.compresses or (scheme.codec == Cast("bf16") and scheme.weights == model.NOTHING)
+    shown = str(scheme) if scheme.compresses else _SHORT[job.dtype]
+    code = scheme.how(job, cluster) if scheme.compresses else "nothing to add"
+    return Way(shown, code, prediction.step_s, low, high, losses.get(known), exact)
 
 
 def _with_best_buckets(
-    job: TrainingJob, scheme: SumScheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
+    job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
 ) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
-    whole = job.params * job.dtype.itemsize
-    sizes = sorted(buckets)[: sum(size < whole for size in buckets) + 1]
+    whole = job.learns * job.dtype.itemsize
+    sizes = (
+        sorted(buckets)[: sum(size < whole for size in buckets) + 1]
+        if job.parallel == model.DDP
+        else [job.bucket_bytes]
+    )
     tried = [model.predict(replace(job, bucket_bytes=size), scheme, cluster, machine) for size in sizes]
     fastest = min(prediction.step_s for prediction in tried)
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
 
 
-def _why(
-    job: TrainingJob, found: Sequence[Prediction], best: Prediction, choice: Recommendation, cluster: Cluster
-) -> str:
-    """The times behind the recommendation; `found` begins with no compression."""
-    plain = found[0]
-    alone = f"a step without compression takes {_parts(job, plain)}"
-    if choice.compress:
-        return f"{alone}; with {choice.chosen.name} {_parts(job, best)}"
+def _too_large(
+    job: TrainingJob, cluster: Cluster, needs: float, memory: float | None, activations: float | None
+) -> list[str]:
+    """Why the job does not fit, and what would; [] where it fits."""
+    if memory is None:
+        return []
+    kept = ACTIVATIONS * memory if activations is None else activations
+    if needs + kept <= memory:
+        return []
+    assumed = " (assumed: --activations says otherwise)" if activations is None else ""
+    size, left, have = map(units.nbytes, (needs, kept, memory))
+    lines = [f"Does not fit: a rank needs {size} of weights, gradients and optimizer state and {left} of activations"]
+    lines[0] += f"{assumed}, and has {have}."
+    for other in (model.HSDP, model.FSDP2):
+        less = model.state_bytes(replace(job, parallel=other), cluster)
+        if other != job.parallel and less + kept <= memory and (other == model.FSDP2 or cluster.has_levels):
+            return [*lines, f"Try --parallel {other}: {units.nbytes(less)}, and activations."]
+    return [*lines, "Use more ranks, fewer trainable parameters (--trainable) or offloading."]
+
+
+def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
+    """Safe, and Faster; the code of each on a line of its own."""
+    if not choice.compress:
+        yield "Do not compress."
+        return
+    if choice.safe is choice.plain:
+        yield "Safe: no compression; what is faster has a loss that is not proven equal."
+    else:
+        yield f"Safe: {choice.safe.name}, {choice.speedup(choice.safe)}. {loss_text(job, choice.safe)}."
+        yield f"    {choice.safe.code}"
+    if choice.faster is not None:
+        yield f"Faster: {choice.faster.name}, {choice.speedup(choice.faster)}; check the loss. " + (
+            f"{loss_text(job, choice.faster)}."
+        )
+        yield f"    {choice.faster.code}"
+
+
+def loss_text(job: TrainingJob, way: Way) -> str:
+    """Loss: +0.0004 ± 0.0020 nats on 25 M; yours is 50 × larger."""
+    if way.loss is None:
+        return "Loss: torch's own bf16, not measured" if way.is_exact else "Loss: not measured"
+    text = f"Loss: {way.loss.found} ({way.loss.source}, {way.loss.seeds} seeds)"
+    if way.loss.params is None:
+        return text
+    times = job.params / way.loss.params
+    larger = f"; yours is {float(f'{times:.2g}'):,.0f} × larger" if times >= 2 else ""
+    return f"{text} on {units.amount(way.loss.params)} weights{larger}"
+
+
+def _why(job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[int, Prediction]) -> Iterator[str]:
+    plain = by_way[id(choice.plain)]
     if cluster.world == 1:
-        return "there is no other rank to send to"
+        yield "Why: there is no other rank to send to."
+        return
+    alone = f"a step takes {units.duration(plain.step_s)} uncompressed"
+    waits = f"waits {units.duration(plain.exposed_s)} of it for the network"
     if plain.exposed_s < GAIN * plain.step_s:
-        return f"{alone}: there is next to nothing to gain"
-    rival = choice.rival
-    return f"{alone}; {rival.name if rival else 'no other scheme'}, the best that keeps the loss, is not clearly faster"
+        yield f"Why: {alone} and {waits}: next to nothing to gain."
+    elif choice.compress:
+        best = by_way[id(choice.faster or choice.safe)]
+        yield f"Why: {alone} and {waits}; with {(choice.faster or choice.safe).name} {units.duration(best.exposed_s)}."
+    else:
+        yield f"Why: {alone} and {waits}; no scheme whose loss was measured is faster over its whole range."
+    if job.parallel == model.DILOCO:
+        ways = [way for way in dict.fromkeys((choice.plain, choice.safe, choice.faster)) if way is not None]
+        rounds = [f"{way.name} {units.duration(by_way[id(way)].round_s)}" for way in ways]
+        yield f"A round between {cluster.nodes} sites, every {job.every} steps: {', '.join(rounds)}."
 
 
-def _parts(job: TrainingJob, prediction: Prediction) -> str:
-    copies = max(0.0, prediction.step_s - job.step_s - prediction.exposed_s)
-    shown = [units.duration(seconds) for seconds in (prediction.step_s, job.step_s, copies, prediction.exposed_s)]
-    return "{}: {} of compute, {} of copies, {} of exposed communication".format(*shown)
-
-
-def _notes(choice: Recommendation, advised: Prediction, cluster: Cluster) -> Iterator[str]:
-    """What would be faster; which buckets the advice is for; what was never compared with a measurement."""
-    yield from choice.notes
-    if choice.compress and advised.bucket_bytes != model.BUCKET_BYTES:
-        size = units.mebibytes(advised.bucket_bytes)
-        yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
-    known = shipped()
-    beyond = ["NCCL between ranks"] if cluster.transport == "nccl" else []
-    beyond += [f"more than {known.most_ranks} ranks"] if cluster.world > known.most_ranks else []
-    fast = any(link.bytes_per_s > known.fastest_bytes_per_s for link in cluster.links)
-    beyond += [f"links above {8e-9 * known.fastest_bytes_per_s:.2g} Gbit/s"] if fast else []
-    if beyond and cluster.world > 1:
-        yield f"never compared with a measured step: {', '.join(beyond)}. The ranges are from what was compared"
+def _notes(
+    job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[int, Prediction]
+) -> Iterator[str]:
+    """What is not in the answers: buckets, frozen weights, DiLoCo's own cost, what was never compared."""
+    if cluster.world == 1:
+        return
+    best = choice.faster or choice.safe
+    if choice.compress and job.parallel == model.DDP and by_way[id(best)].bucket_bytes != model.BUCKET_BYTES:
+        yield f"Note: predicted for DDP(bucket_cap_mb={units.mebibytes(by_way[id(best)].bucket_bytes)})."
+    if job.learns < FEW * job.params:
+        sent = units.nbytes(by_way[id(choice.plain)].bytes)
+        yield f"Note: {100 * job.learns / job.params:.2g} % of the weights learn, so a rank sends {sent} per step."
+    if job.parallel == model.FSDP2 and cluster.has_levels and choice.compress:
+        yield "Note: with shards inside a node (--parallel hsdp) far less travels between nodes."
+    if job.parallel == model.DILOCO:
+        yield "Note: DiLoCo itself trains differently from DDP; losses are against DiLoCo without compression."
+    if cluster.world > shipped().most_ranks and choice.compress:
+        yield f"Note: steps were measured with up to {shipped().most_ranks} ranks; beyond, this is the formula alone."

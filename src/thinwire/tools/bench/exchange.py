@@ -9,6 +9,7 @@ import torch.distributed as dist
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.local import launch, link as links, torchrun
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)  # bytes
@@ -22,7 +23,7 @@ def run(
         links.check()
 
     def rows() -> Generator[Row]:
-        with launch.ranks(world, link) as started:
+        with launch.ranks(RankSetup(world=world, link=link)) as started:
             for size in progress(sizes):
                 yield row_of(started.run(torchrun.exchange_s, size, timing.CPU), size, str(link or "loopback"), "gloo")
 

@@ -1,4 +1,4 @@
-"""A training step with each codec, beside plain torch and torch's bf16, interleaved: DDP or FSDP2, gloo or NCCL.
+"""A training step with each codec, beside plain torch and torch's bf16, interleaved: DDP or FSDP2.
 
 A step is a forward pass, a backward pass and SGD at a rate of zero, all schemes by turns, each after a barrier; it
 takes as long as on its slowest rank. A scheme is named by its codec: int8, auto, lloyd2@ef21 (with that feedback); for
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -23,18 +24,20 @@ from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import compress_ddp
 from thinwire.tools.bench import models, timing
-from thinwire.tools.bench.models import MODELS, Batch
+from thinwire.tools.bench.models import MODELS, Batch, StepModel
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import NOTHING, Call, Effort, Sample
-from thinwire.tools.local import launch
+from thinwire.tools.local import launch, link as links, torchrun
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
+from thinwire.tools.local.torchrun import RankPlace
 
 DDP, FSDP2 = "ddp", "fsdp2"
 VERBS = {DDP: "ddp_step", FSDP2: "fsdp_step"}
+COMPUTE = "compute alone"  # DDP without a sum
 NONE, BF16 = "none", "bf16"  # torch's own; of FSDP2 bf16 is MixedPrecisionPolicy(bf16, bf16)
 CODECS = {DDP: ("int8", "lloyd4", "lloyd2"), FSDP2: ("int8/int8", "lloyd4/int8")}
-MODEL = {"gloo": "mlp-25m", "nccl": "gpt-124m"}
+MODEL = {"cpu": "mlp-25m", "cuda": "gpt-124m"}
 FULL = Effort(rounds=5, most=50, seconds=2.0)
 QUICK = Effort(rounds=3, most=10, seconds=0.2)
 _SETTLED = 6  # steps: buckets were rebuilt, ranks agreed
@@ -176,6 +179,10 @@ class StepCase(RankSetup):
     model: str
     parallel: str = DDP
 
+    @property
+    def of(self) -> StepModel:
+        return MODELS[self.model]
+
     def __str__(self) -> str:
         return f"{VERBS[self.parallel]} of {self.model}, world {self.world}, {self.link_name}"
 
@@ -191,28 +198,38 @@ def run(
     worlds: Sequence[int] = (2,),
     link: ShapedLink | None = None,
     *,
+    place: RankPlace | None = None,
     model: str | None = None,
     parallel: str = DDP,
     codecs: Sequence[str] | None = None,
-    hosts: Sequence[int] | None = None,
     rounds: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step. `hosts`: on NCCL, as so many hosts."""
-    schemes = lineup(codecs or CODECS[parallel], parallel)
-    name = model or ("mlp-1m" if quick else MODEL["gloo" if hosts is None else "nccl"])
-    setups = launch.setups(worlds, link, hosts)
-    cases = [StepCase(**vars(setup), schemes=schemes, model=name, parallel=parallel) for setup in setups]
+    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step.
+
+    `place`: by the ranks that torchrun started, of which every one has all rows; else ranks are started here.
+    """
+    device = torch.device("cpu") if place is None else place.device
+    if link is not None:
+        links.check()
+    how: dict[str, Any] = {"link": link, "place": place, "schemes": lineup(codecs or CODECS[parallel], parallel)}
+    name = model or ("mlp-1m" if quick else MODEL[device.type])
+    cases = [StepCase(world=world, model=name, parallel=parallel, **how) for world in worlds]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
         for case in progress(cases):
-            with launch.ranks(case.world, link, on_nccl=case.on_nccl) as started:
+            if place is not None:
+                parts: list[Any] = [None] * case.world
+                dist.all_gather_object(parts, measure(case, effort))
+                yield from rows_of(case, parts)
+                continue
+            with launch.ranks(RankSetup(world=case.world, link=link)) as started:
                 yield from rows_of(case, started.run(measure, case, effort))
 
-    with timing.threads(launch.THREADS):
-        return collect("collectives", torch.device("cpu" if hosts is None else "cuda"), rows())
+    with torchrun.job(device) if place else timing.threads(launch.THREADS):
+        return collect("collectives", device, rows())
 
 
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
@@ -229,6 +246,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "bytes_per_rank": timing.sent(parts, scheme.name, counter),
             **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
             "identical": len({sample.digest for sample in samples}) == 1,
+            "compute_ms": median(timing.slowest(parts, COMPUTE)) if COMPUTE in parts[0] else None,
             **timing.beside(parts, scheme.name, NONE, BF16),
             **case.columns(),
         }
@@ -241,7 +259,7 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     """This rank's times; all ranks run it together."""
     rank = dist.get_rank()
     device = case.device(rank)
-    model = MODELS[case.model]
+    model = case.of
     batch = cast(Batch, tuple(part.to(device) for part in model.batch(rank)))
     replicas = {scheme.name: _replica(case, scheme, model.build().to(device)) for scheme in case.schemes}
     calls: dict[str, Call] = {name: partial(replica.step, batch) for name, replica in replicas.items()}
@@ -255,6 +273,12 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     def sent(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None
 
+    def alone() -> None:
+        with replicas[NONE].model.no_sync():
+            replicas[NONE].step(batch)
+
+    if case.parallel == DDP:
+        calls[COMPUTE], samples[COMPUTE] = alone, StepSample()
     timing.take(calls, samples, effort, shaped=case.link is not None, transport=sent, device=device)
     for replica in replicas.values():
         replica.close()
@@ -264,6 +288,6 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
 def _replica(case: StepCase, scheme: StepScheme, network: nn.Module) -> Replica:
     if case.parallel == FSDP2:
-        shard(network, MODELS[case.model].blocks(network), narrow=scheme.name == BF16)
+        shard(network, case.of.blocks(network), narrow=scheme.name == BF16)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     return (ShardedReplica if case.parallel == FSDP2 else Replica)(scheme, network, optimizer)

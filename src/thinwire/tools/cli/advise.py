@@ -1,31 +1,37 @@
-"""`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
+"""`thinwire advise`: which codec, if any, makes a step faster on these links, and what it costs."""
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from thinwire.errors import AdviceError
+from thinwire.errors import AdviceError, RecordError
 from thinwire.tools.advise import cluster as clusters, model, units, verdict
 from thinwire.tools.advise.cluster import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
-from thinwire.tools.advise.model import Prediction, TrainingJob
+from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.advise.verdict import Verdict
+from thinwire.tools.bench import record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.local import torchrun
 from thinwire.tools.report import tables
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted
+from thinwire.tools.report.cells import TextGrid, counted
 
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
+MEMORY = 80e9  # bytes of a GPU
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
 LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
-DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
-OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
+DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL."
+OVERLAP = "Of --step that may hide messages; default 0.5, FSDP2 0.75; less with few pieces, on one core per rank 0."
 CODECS = f"Codecs to compare; default {','.join(model.CODECS)}."
+INTRA = "A rank's link to others of its node: 400GB/s; 12GB/s without NVLink."
+SITES = "Ranks per node, for DiLoCo per site; default 1."
+LOSSES = "A record of `thinwire rehearse`, whose losses count before the committed ones."
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "hsdp", "diloco"])
 Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
@@ -51,46 +57,42 @@ def command(
     context: typer.Context,
     params: Annotated[Whole, _option(units.count, "N", "Parameters of the model: 7e9, 125M.")] = None,
     world: Annotated[Whole, _option(units.count, "N", "Ranks in all.")] = None,
-    per_node: Annotated[Whole, _option(units.count, "N", "Ranks per node; default 1.", *PER_NODE)] = None,
+    per_node: Annotated[Whole, _option(units.count, "N", SITES, *PER_NODE)] = None,
     inter: Annotated[Number, _option(units.rate, "RATE", "A node's link to others, one way: 25gbit, 3GB/s.")] = None,
-    intra: Annotated[Number, _option(units.rate, "RATE", "A rank's link to others of its node: 400GB/s.")] = None,
+    intra: Annotated[Number, _option(units.rate, "RATE", INTRA)] = None,
     step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
+    parallel: Annotated[Parallel, typer.Option(help="How ranks share the work.")] = Parallel.ddp,
+    trainable: Annotated[Whole, _option(units.count, "N", "Parameters that learn (LoRA): 21M; default all.")] = None,
+    memory: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default 80GB, on the CPU no limit.")] = None,
+    activations: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default a quarter of --memory.")] = None,
+    every: Annotated[Whole, typer.Option(min=1, metavar="N", help="DiLoCo: steps between rounds; default 30.")] = None,
     latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
-    device: Annotated[Device | None, typer.Option(help=DEVICE)] = None,
+    device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
     cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Decides the feedback of 1 to 3 bits.")] = Optimizer.adam,
+    optimizer: Annotated[Optimizer, typer.Option(help="Decides its memory, and feedback below 4 bits.")] = (
+        Optimizer.adam
+    ),
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
-    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "bucket_cap_mb; default the best of 25 to 1600MiB.")] = None,
+    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb; default the best.")] = None,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
+    losses: Annotated[str | None, typer.Option(metavar="FILE", help=LOSSES)] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print every scheme in a table, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what to use on your links: predict a training step with every codec, and choose.
 
-    The advice is the fastest scheme among those whose loss stays within the seed-to-seed spread. It may be not to
-    compress. Steps are predicted from the links and from kernel times of committed records (docs/reference/cli.md has
-    the formula). A gain is a range: the error observed against measured steps. To measure a link, run
-    thinwire bench link under torchrun.
-
-    \b
-    Columns:
-      step      predicted time
-      over X    speedup over bf16, and over no compression
-      loss      its change in a committed record, if there is one
-      bytes     sent per rank and step; across: of these, to other nodes
-      bucket    DDP's bucket_cap_mb that the prediction is for
-
-    \b
-    Exit status:
-      0  advice was printed, whatever it is
-      2  a value is missing or not understood
+    "Safe" is the fastest scheme whose loss was measured and does not differ; "Faster" one whose loss was measured and
+    rose little, or not certainly. Often neither pays, and the answer is not to compress. Steps are predicted from links
+    and from times of committed records (docs/reference/cli.md has the formula); a gain is a range: the error observed
+    against measured steps. To measure a link, run thinwire bench link under torchrun.
 
     \b
     Example:
       thinwire advise --params 1.3e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 1.2s
-      thinwire advise --params 25M --world 4 --inter 100mbit --step 200ms --device cpu --json
+      thinwire advise --parallel fsdp2 --params 7B --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 2s
+      thinwire advise --params 8B --trainable 21M --world 8 --gpus-per-node 8 --intra 12GB/s --step 900ms
     """
-    chosen = flags.codecs(codecs, model.CODECS)
     node = per_node or 1
     needed: dict[str, object] = {"--params": params, "--step": step, "--world": world}
     if world is None or world > node:  # where the number of ranks is missing too, there are several nodes
@@ -100,12 +102,42 @@ def command(
     missing = ", ".join(flag for flag, value in needed.items() if value is None)
     if missing or params is None or step is None or world is None:
         context.fail(f"Missing: {missing}; see thinwire advise --help")
-    own = clusters.recorded(device or Device.cuda)
+    if trainable is not None and trainable > params:
+        raise typer.BadParameter(f"expected at most --params, got {trainable}", param_hint="--trainable")
+    flags.refuse("goes with --parallel diloco", every=None if parallel is Parallel.diloco else every)
+    flags.refuse("goes with --parallel ddp", bucket=None if parallel is Parallel.ddp else bucket)
+    own = clusters.recorded(device)
     cluster, own = _described(world, node, inter, intra, latency, own, cores)
-    adaptive = optimizer is Optimizer.adam
-    job = TrainingJob(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, adaptive)
-    judged = verdict.judge(job, cluster, own, codecs=chosen, buckets=(bucket,) if bucket else verdict.BUCKETS)
-    (print_json if as_json else print_verdict)(job, cluster, own, judged)
+    if parallel is Parallel.hsdp and not cluster.has_levels:
+        raise typer.BadParameter("hsdp needs several nodes of several ranks", param_hint="--parallel")
+    on_gpu = device is Device.cuda
+    job = TrainingJob(
+        *(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, optimizer is Optimizer.adam),
+        parallel=parallel.value,
+        trained=trainable or 0,
+        gathered=model.DTYPES["bfloat16" if on_gpu else "float32"],
+        every=every or model.EVERY,
+    )
+    with screen.usage_errors("--losses", RecordError):
+        found = verdict.losses_of(record.read(losses), Path(losses).name) if losses else None
+    judged = verdict.judge(
+        *(job, cluster, own),
+        codecs=flags.codecs(codecs, model.CODECS),
+        losses=found,
+        buckets=(bucket,) if bucket else verdict.BUCKETS,
+        memory=memory or (MEMORY if on_gpu else None),
+        activations=activations,
+    )
+    if as_json:
+        typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
+        return
+    rates = [f"{units.bits(inter)} between nodes"] if inter else []
+    rates += [f"{units.nbytes(intra)}/s inside"] if intra else []
+    screen.say(_conditions(job, cluster, own, judged, rates))
+    for line in judged.lines:
+        screen.say(line, None, "bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
+    if show_all:
+        tables.show_grid(_grid(judged, job), screen.console())
 
 
 def _described(
@@ -126,89 +158,46 @@ def _described(
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
 
 
-def print_verdict(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
+def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict, links: list[str]) -> str:
+    learns = "" if job.learns == job.params else f", of which {units.amount(job.learns)} learn"
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
-    rates = [f"{units.nbytes(link.bytes_per_s)}/s and {units.duration(link.latency_s)}" for link in cluster.links]
-    summary = f"{job.params:.3g} parameters in {_name(job.dtype)}, {units.duration(job.step_s)} of compute, {ranks}"
-    screen.say(f"{summary}; links: {', '.join(rates) or 'none'} per message; kernels: {own.source}")
-    screen.say_choice(found.choice)
-    screen.say(f"Why: {found.reason}.")
-    screen.say_notes(found.notes)
-    tables.show_grid(_grid(cluster, found), screen.console())
+    state = f"{units.nbytes(found.state_bytes)} per rank without activations"
+    step = f"{units.duration(job.step_s)} of compute"
+    parts = [f"{units.amount(job.params)} parameters{learns}, {job.parallel}, {ranks}", *links, step, state]
+    return f"{'; '.join(parts)}. Kernels: {own.source}."
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _grid(found: Verdict, job: TrainingJob) -> TextGrid:
+    others = [way for way in (found.choice.plain, found.choice.bf16) if way is not None]
+    buckets = ["bucket"] if job.parallel == model.DDP else []
+    header = ["scheme", "step", *(f"over {way.name}" for way in others), "loss, nats", "bytes", "across", *buckets]
+    rows = []
+    for one in found.ranked:
+        way = found.ways[one.scheme]
+        measured = "–" if way.is_exact and way.loss is None else "not measured"
+        loss = measured if way.loss is None else str(way.loss.found).removesuffix(" nats")
+        sizes = [units.nbytes(one.bytes), units.nbytes(one.bytes_across)]
+        sizes += [f"{units.mebibytes(one.bucket_bytes)} MiB" for _ in buckets]
+        rows.append([way.name, units.duration(one.step_s), *(way.range(other) for other in others), loss, *sizes])
+    return TextGrid("Predicted, the fastest first", header, rows)
 
 
-def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
-    across = ["across"] if cluster.has_levels else []
-    others = [way for way in (found.choice.bf16, found.choice.plain) if way is not None]
-    header = [
-        "",
-        "scheme",
-        "step",
-        *(f"over {way.name}" for way in others),
-        "loss",
-        "bytes",
-        *across,
-        "bucket",
-    ]
-    rows = [
-        [
-            "*" if prediction is found.advised else "",
-            found.way(prediction).name,
-            units.duration(prediction.step_s),
-            *(found.way(prediction).range(way) for way in others),
-            _loss(found, prediction),
-            units.nbytes(prediction.bytes),
-            *(units.nbytes(prediction.bytes_across) for _ in across),
-            f"{units.mebibytes(prediction.bucket_bytes)} MiB",
-        ]
-        for prediction in found.ranked
-    ]
-    tones: list[Tone] = ["good" if prediction is found.advised else "" for prediction in found.ranked]
-    return TextGrid("Predicted, the fastest first; * is advised", header, rows, labels=2, tones=tones)
-
-
-def _loss(found: Verdict, prediction: Prediction) -> str:
-    """+0.5 %, with a mark where that is more than the seed-to-seed spread."""
-    way = found.way(prediction)
-    if way is found.choice.plain or (way.loss is None and way.is_exact):
-        return ABSENT
-    if way.loss is None:
-        return "not measured"
-    return way.loss.change if way.loss.is_kept else f"{way.loss.change}: too high"
-
-
-def print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
+def _answer(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> dict[str, Any]:
     choice = found.choice
-    machine = {"device": own.device, "source": own.source, "cores": own.cores}
-    figures = {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)}
-    advice = {"compress": choice.compress, "scheme": choice.chosen.name, "how": choice.chosen.code}
-    said = {"lines": list(choice.lines), "reason": found.reason, "notes": list(found.notes)}
-    answer = {
-        "job": figures,
-        "cluster": asdict(cluster),
-        "machine": machine,
-        "parallel": "ddp",
-        "schemes": [_figures(found, prediction) for prediction in found.ranked],
-        "advice": {**advice, **said},
-    }
-    typer.echo(json.dumps(answer, indent=1, allow_nan=False))
-
-
-def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
-    scheme, way = prediction.scheme, found.way(prediction)
-    speedup = way.gain(found.choice.plain)
+    answers = {"safe": choice.safe, "faster": choice.faster}
+    advice = {name: way and {"scheme": way.name, "how": way.code} for name, way in answers.items()}
+    schemes = []
+    for one in found.ranked:
+        way = found.ways[one.scheme]
+        gain = way.gain(choice.plain)
+        more = {"speedup": gain, "speedup_range": [gain * way.low, gain * way.high]}
+        loss = {"loss": way.loss and asdict(way.loss), "safe": way.is_safe}
+        schemes.append({**vars(one), "algorithm": one.scheme.algorithm, **more, **loss})
     return {
-        "scheme": str(scheme),
-        "codec": str(scheme.codec),
-        "across_codec": scheme.across and str(scheme.across),
-        "algorithm": scheme.algorithm,
-        "speedup": speedup,
-        "speedup_range": [speedup * way.low, speedup * way.high],
-        "loss": way.loss and asdict(way.loss),
-        "keeps_the_loss": way.keeps_the_loss,
-        **{name: value for name, value in vars(prediction).items() if name != "scheme"},
+        "job": {**vars(job), "hidden_s": job.hidden_s(own)},
+        "cluster": asdict(cluster),
+        "machine": {"device": own.device, "source": own.source, "cores": own.cores},
+        "state_bytes": found.state_bytes,
+        "schemes": schemes,
+        "advice": {"compress": choice.compress, **advice, "lines": found.lines},
     }

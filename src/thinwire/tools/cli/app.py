@@ -15,7 +15,7 @@ from thinwire.tools.cli import screen
 
 _COMMANDS = {  # each a module of this room
     "demo": "See it work: train a small GPT plainly and compressed.",
-    "bench": "Measure your link, collectives and training steps.",
+    "bench": "Measure your link and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
     "rehearse": "What compression would do to the loss of your own script.",
     "report": "Show records as tables.",

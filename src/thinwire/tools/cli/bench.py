@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from thinwire.errors import AdviceError, CodecError
-from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
+from thinwire.tools.bench import exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
@@ -20,23 +20,17 @@ from thinwire.tools.report import tables
 
 app = typer.Typer(
     cls=screen.Commands,
-    help="Measure your link, collectives and training steps. A record holds every number with its conditions.",
-    epilog="\b\nExample:\n  thinwire bench step --quick\n  thinwire bench collectives --json collectives.json",
+    help="Measure your link and training steps. A record holds every number with its conditions.",
+    epilog="\b\nExample:\n  thinwire bench step --quick\n  thinwire bench step --parallel fsdp2 --json step.json",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18; nccl 1000 to 64 million."
-VERBS = f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."
-CALL_CODECS = "Codecs, auto, plain; default {}, nccl {}.".format(*map(",".join, collectives_bench.CODECS.values()))
 STEP_CODECS = "Codecs, auto, lloyd2@ef21; of fsdp2 pairs; default {}, fsdp2 {}.".format(
     *map(",".join, step_bench.CODECS.values())
 )
-MODEL = f"Among {', '.join(MODELS)}; default mlp-25m, nccl gpt-124m, quick mlp-1m."
-Backend = StrEnum("Backend", ["gloo", "nccl"])
+MODEL = f"Among {', '.join(MODELS)}; default mlp-25m, on GPUs gpt-124m, quick mlp-1m."
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2"])
 Worlds = Annotated[Words, option("Numbers of ranks, each measured.", "N,M")]
-BackendFlag = Annotated[Backend, typer.Option(help="gloo on the CPU, or nccl on GPUs.")]
-Hosts = Annotated[Words, option("With nccl: hosts that it takes the ranks for; default 1.", "N,M")]
 Rounds = Annotated[int | None, count("Default: 5 or more, as time allows.")]
 
 
@@ -67,60 +61,12 @@ def link_command(
     deliver(partial(exchange.run_here, place.device, sizes), json, quiet=place.rank > 0)
 
 
-@app.command("collectives")
-def collectives_command(
-    world: Worlds = None,
-    link: LinkRate = None,
-    backend: BackendFlag = Backend.gloo,
-    hosts: Hosts = None,
-    numel: Annotated[Words, option(FLOATS, "N,M")] = None,
-    verbs: Annotated[Words, option(VERBS)] = None,
-    codecs: Annotated[Words, option(CALL_CODECS)] = None,
-    rounds: Rounds = None,
-    json: Json = None,
-    quick: Quick = False,
-) -> None:
-    """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
-
-    Times are medians of the slowest rank. auto is int8 where it is predicted to pay; plain is thinwire's uncompressed
-    path. Without --link ranks use loopback; with it each has a network namespace whose link is held to that rate, and
-    bytes are counted at its interface.
-
-    On nccl sums are averages, each codec runs in both algorithms, and host ms is the time until a call returns. More
-    ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS, without which ranks take turns of milliseconds.
-    With --hosts NCCL treats equally many ranks each as machines of their own and sends over TCP between them.
-
-    \b
-    Example:
-      thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
-      sudo thinwire bench collectives --world 4 --link 100mbit --codecs int8,lloyd4
-      thinwire bench collectives --backend nccl --world 2,4 --hosts 1,2,4 --json nccl.json
-    """
-    names = flags.specs(codecs) or None
-    with screen.usage_errors("--codecs", CodecError):
-        collectives_bench.entries(names or (), "all_reduce", 2)
-    run = partial(
-        collectives_bench.run,
-        _worlds(world) or collectives_bench.WORLDS,
-        flags.shaped(link),
-        numels=flags.counts(numel, "--numel"),
-        verbs=flags.words(verbs, collectives_bench.VERBS, "--verbs") or ("all_reduce",),
-        codecs=names,
-        hosts=_hosts(backend, hosts, link),
-        rounds=rounds,
-        quick=quick,
-    )
-    deliver(run, json)
-
-
 @app.command("step")
 def step_command(
     model: Annotated[str | None, option(MODEL, "NAME")] = None,
     parallel: Annotated[Parallel, typer.Option(help="DDP's gradients; FSDP2's gradients and weights.")] = Parallel.ddp,
     world: Worlds = None,
     link: LinkRate = None,
-    backend: BackendFlag = Backend.gloo,
-    hosts: Hosts = None,
     codecs: Annotated[Words, option(STEP_CODECS)] = None,
     rounds: Rounds = None,
     json: Json = None,
@@ -130,44 +76,42 @@ def step_command(
 
     A step is a forward pass, a backward pass and SGD. none is plain torch; bf16 is its DDP hook, or FSDP2's
     MixedPrecisionPolicy in bf16. For fsdp2 a name says how gradients and weights travel: lloyd4/int8, or
-    lloyd4/lloyd4@replica (weights as differences to a copy on every rank). The rest is as in bench collectives.
+    lloyd4/lloyd4@replica (weights as differences to a copy on every rank).
+
+    Under torchrun its ranks take the steps, on GPUs over NCCL; else ranks are started here, over loopback. With --link
+    each has a network namespace whose link is held to that rate, and bytes are counted at its interface.
 
     \b
     Example:
       thinwire bench step --model mlp-25m --world 2 --codecs int8,lloyd4,auto
       sudo thinwire bench step --link 1gbit --parallel fsdp2 --json step.json
-      thinwire bench step --backend nccl --world 2 --hosts 2 --model gpt-124m
+      torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST -m thinwire bench step
     """
     if model not in (None, *MODELS):
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(MODELS)}", param_hint="--model")
     names = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
         step_bench.lineup(names or (), parallel)
+    with screen.usage_errors("environment", AdviceError):
+        place = torchrun.place()
+    if place is not None:
+        flags.refuse("the ranks of torchrun take the steps", world=world, link=link)
     run = partial(
         step_bench.run,
-        _worlds(world) or (2,),
+        worlds_of(world) or ((2,) if place is None else (place.world,)),
         flags.shaped(link),
+        place=place,
         model=model,
         parallel=parallel.value,
         codecs=names,
-        hosts=_hosts(backend, hosts, link),
         rounds=rounds,
         quick=quick,
     )
-    deliver(run, json)
+    deliver(run, json, quiet=place is not None and place.rank > 0)
 
 
-def _worlds(given: Words) -> list[int] | None:
+def worlds_of(given: Words) -> list[int] | None:
     return flags.counts(given, "--world", 2, links.MOST_HOSTS)
-
-
-def _hosts(backend: Backend, hosts: Words, link: str | None) -> list[int] | None:
-    """The numbers of hosts on NCCL; None on gloo."""
-    if backend is Backend.gloo:
-        flags.refuse("is for NCCL's ranks: add --backend nccl", hosts=hosts)
-        return None
-    flags.refuse("is for gloo's ranks: with --backend nccl take --hosts", link=link)
-    return flags.counts(hosts, "--hosts") or [1]
 
 
 @links.sigterm_as_ctrl_c()

@@ -11,7 +11,6 @@ import torch
 
 from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu, select, use_backend
-from thinwire.tools.bench.record import Progress
 from thinwire.tools.cli import selftest
 from thinwire.tools.local import link as links
 
@@ -30,17 +29,13 @@ class Finding:
     todo: str = ""
 
 
-def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
-    """The findings, as they come.
-
-    follow: shows the progress of a self-test of GPU kernels. full: compare all of them, which takes minutes.
-    """
+def examine() -> Iterator[Finding]:
+    """The findings, as they come."""
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
-    yield _reference()
     yield from _asked_backend()
     yield from _native()
-    yield from _other_backends(follow, full)
+    yield from _other_backends()
     yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
     yield _cuda()
     yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
@@ -53,13 +48,6 @@ def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]
 def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
     works = tuple(int(part) for part in version.split(".")[:2]) >= oldest
     return Finding(name, works, version, "" if works else f"thinwire needs {oldest[0]}.{oldest[1]} or newer")
-
-
-def _reference() -> Finding:
-    broken = selftest.broken_reference()
-    if broken:
-        return Finding("reference", False, f"loses its input in {', '.join(broken)}", "reinstall torch and thinwire")
-    return Finding("reference", True, f"{len(selftest.codecs())} codecs give their input back")
 
 
 def _asked_backend() -> Iterator[Finding]:
@@ -87,27 +75,25 @@ def _native() -> Iterator[Finding]:
         yield Finding("C kernels", False if cpu.LIBRARY.exists() else None, why)
 
 
-def _other_backends(follow: Progress, full: bool) -> Iterator[Finding]:
+def _other_backends() -> Iterator[Finding]:
     """Backends beside the reference and the C kernels, where they can run: theirs are compiled for the comparison."""
     device = _device()
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
-            yield _same_bytes(name, backend, device, few=not full, follow=follow)
+            yield _same_bytes(name, backend, device, few=True)
 
 
-def _same_bytes(
-    name: str, backend: Backend, device: torch.device, few: bool = False, follow: Progress = iter
-) -> Finding:
+def _same_bytes(name: str, backend: Backend, device: torch.device, few: bool = False) -> Finding:
     name = f"{name} self-test"
     try:
         with use_backend("auto"):
-            compared, wrong = selftest.differences(backend, device, few, follow)
+            compared, wrong = selftest.differences(backend, device, few)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
         detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
         return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    of = f" (of {' and '.join(selftest.FEW)}; all: doctor --full)" if few else ""
+    of = f" (of {' and '.join(selftest.FEW)})" if few else ""
     return Finding(name, True, f"{compared} results have the bytes of the reference{of}")
 
 
@@ -124,7 +110,9 @@ def _package(name: str, module: str, todo: str) -> Finding:
 def _cuda() -> Finding:
     if torch.cuda.is_available():
         return Finding("CUDA", True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-    return Finding("CUDA", None, "torch sees no device", "on a machine with a GPU, install a CUDA build of torch")
+    if torch.version.cuda is None and torch.version.hip is None:
+        return Finding("CUDA", None, "this torch was built without it", "for a GPU, install a CUDA build of torch")
+    return Finding("CUDA", None, "torch sees no device", "see nvidia-smi, its driver, and CUDA_VISIBLE_DEVICES")
 
 
 def _transport(name: str, todo: str) -> Finding:

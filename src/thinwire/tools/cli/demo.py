@@ -1,26 +1,33 @@
 """`thinwire demo`: train a small GPT plainly and compressed, and show what that did."""
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from thinwire.errors import CodecError
-from thinwire.tools.advise import cluster
-from thinwire.tools.advise.cluster import Machine
+from thinwire.errors import CodecError, RecordError
+from thinwire.tools import recommend
+from thinwire.tools.advise import units, verdict
+from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.bench import step
-from thinwire.tools.bench.record import Record
-from thinwire.tools.cli import findings, flags, screen, training
+from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.cli import flags, screen, training
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import link as links
+from thinwire.tools.local.link import LinkError, ShapedLink
+from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
 from thinwire.tools.report import tables
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
 
 CODECS = (
     f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto, lloyd2@ef21. bf16 is torch's hook."
 )
 STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
-LINK = "Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root."
+LINK = "A shaped link for every rank, or loopback; default 1gbit where network namespaces work, else loopback."
+LOOPBACK = "loopback"
+USUAL = "1gbit"
 
 
 def command(
@@ -34,36 +41,103 @@ def command(
     """See it work: ranks on this machine train a small GPT, plainly and once per codec.
 
     The network learns the text of Python's help pages. Nothing is downloaded, and no GPU is needed. Every codec trains
-    from the same three seeds on the same batches. The demo prints the loss against fp32, the bytes and the time per
-    step as measured here, and a verdict: the fastest codec whose loss stays within the seed-to-seed spread, for links
-    of 100mbit to 100gbit, by the rule and the cost model of thinwire advise. It takes about a minute on two cores. With
-    --quick there are too few seeds for a verdict. After Ctrl-C the codecs that were finished are printed and written,
-    and the exit status is 130.
+    from the same three seeds on the same batches. As root, or where users may create network namespaces, ranks talk
+    over a link shaped to 1 Gbit/s, else over loopback, where bytes cost nothing. The demo prints loss, bytes and time
+    per step as measured here, and a verdict from this run's own losses. It takes about a minute on two cores. After
+    Ctrl-C the codecs that were finished are printed and written, and the exit status is 130.
 
     \b
     Example:
       thinwire demo
       thinwire demo --codecs int8,lloyd4:block=256,bf16 --steps 300 --json demo.json
-      sudo thinwire demo --link 100mbit
-      thinwire demo --quick --json - > demo.json
+      thinwire demo --link 100mbit
+      thinwire demo --quick --link loopback --json - > demo.json
     """
     named = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
         step.lineup(named or ())
-    shaped = flags.shaped(link)
+    shaped = _usual_link() if link is None else None if link == LOOPBACK else flags.shaped(link)
     run = partial(training.run, world, named, steps, shaped, quick)
-    deliver(run, json, show=lambda record, console: show(record, cluster.recorded("cpu"), console))
+    deliver(run, json, show=show)
 
 
-def show(record: Record, machine: Machine, console: Console) -> None:
-    """Print what was measured, the verdict on every link, and its three lines for the first."""
-    for grid in findings.grids(record, machine):
-        console.print()
-        tables.show_grid(grid, console)
-    console.print()
-    for outlook in findings.outlooks(record, machine)[:1]:
-        screen.say(f"{outlook.heading}:", console)
-        screen.say_choice(outlook.choice, console)
-        screen.say_notes(outlook.choice.notes, console)
-    for sentence in findings.sentences(record):
-        screen.say(sentence, console)
+def _usual_link() -> ShapedLink | None:
+    """A gigabit, where a link can be shaped."""
+    links.become_root()
+    try:
+        with links.hosts(1, links.parse(USUAL)):
+            return links.parse(USUAL)
+    except LinkError:
+        return None
+
+
+def show(record: Record, console: Console) -> None:
+    """Print what was measured, and the verdict."""
+    if not record.rows:
+        return
+    tables.show_grid(_grid(record.rows), console)
+    for line in _verdict(record):
+        screen.say(line, console, "bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
+    screen.say("For your own model, ranks and links: thinwire advise.", console)
+
+
+def _verdict(record: Record) -> Iterator[str]:
+    """By the rule of thinwire advise, from this run's steps and losses."""
+    first = record.rows[0]
+    link = text(first["link"])
+    try:
+        own = verdict.losses_of(record, "this run")
+    except RecordError:
+        yield "No verdict: it needs a codec beside fp32, and two seeds or more."
+        return
+    yield f"Verdict for this network over {link}, from this run's steps and losses:"
+    job = TrainingJob(int(verdict.column(first, "params", 1)), 0.0)
+    yield from verdict.answers(job, measured(record.rows, own))
+    if link == LOOPBACK:
+        yield (
+            "Loopback is faster than any network: bytes cost nothing here, so compression cannot pay. As root, or "
+            "where users may create network namespaces, the demo runs over a link shaped to 1gbit."
+        )
+
+
+def measured(rows: Sequence[Row], losses: verdict.Losses) -> Recommendation:
+    """What the rule says of steps as the run timed them."""
+    torchs = {"fp32": "nothing to add", "bf16": BF16_HOOK}
+    ways = []
+    for row in rows:
+        name = recommend.scheme_of(row)
+        p20, p50, p80 = (1e-3 * (number(row.get(key)) or 0.0) for key in ("step_ms_p20", "step_ms", "step_ms_p80"))
+        code = torchs.get(name, f'thinwire.compress_ddp(model, "{row["codec"]}")')
+        ways.append(Way(name, code, p50, p50 / p80, p50 / p20, losses.get(name), name in torchs))
+    return recommend.choose(ways)
+
+
+def _grid(rows: Sequence[Row]) -> TextGrid:
+    first = rows[0]
+    seeds, steps, cores = (counted(text(first[name]), name[:-1]) for name in ("seeds", "steps", "cores"))
+    over = "loopback" if first["link"] == LOOPBACK else f"a link shaped to {text(first['link'])}"
+    weights = units.amount(number(first["params"]) or 0)
+    parts = [
+        f"Measured here: a GPT of {weights} weights, {text(first['world'])} ranks on {cores}, over {over}, {seeds} of "
+        f"{steps}",
+        "gap: loss less fp32's of the same seed, in nats, and half of its 95 % interval",
+    ]
+    computed = [recommend.scheme_of(row) for row in rows if row.get("bytes_from") == "formula"]
+    if computed:
+        parts.append(f"bytes of {' and '.join(computed)} are computed from the ring formula, not counted")
+    header = ["scheme", "loss", "gap", "step", "over fp32", "sent per step", "fewer"]
+    return TextGrid(". ".join(parts), header, [_cells(row, first) for row in rows])
+
+
+def _cells(row: Row, plain: Row) -> list[str]:
+    sent, most, step_s = number(row["bytes_per_step"]), number(plain["bytes_per_step"]), number(row["step_ms"], 1e-3)
+    found = next((loss for _, loss in verdict.trained(row, "")), None)
+    return [
+        recommend.scheme_of(row),
+        "diverged" if row["diverged"] else significant(row["loss"]),
+        ABSENT if found is None else str(found.found).removesuffix(" nats"),
+        ABSENT if step_s is None else units.duration(step_s),
+        f"{fixed(2)(row['speedup_plain'])} ×",
+        ABSENT if sent is None else units.nbytes(sent),
+        ABSENT if sent is None or most is None else f"{most / sent:.1f} ×",
+    ]

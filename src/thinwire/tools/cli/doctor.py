@@ -3,9 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.text import Text
@@ -28,16 +27,15 @@ TORCHRUN = (
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Compare every kernel of a GPU, which takes minutes.")] = False,
     peers: Annotated[bool, typer.Option("--peers", help=PEERS)] = False,
     timeout: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help=TIMEOUT)] = None,
 ) -> None:
     """Report what works on this machine, or between the ranks of a job, and how to fix the rest.
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
-    is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
-    load or gives other bytes than the reference, or the environment names a network interface or a backend that is
-    not there. A missing optional part, a compiler or a GPU say, leaves it at 0.
+    is broken: python or torch is too old, an installed kernel backend does not load or gives other bytes than the
+    reference, or the environment names a network interface or a backend that is not there. A missing optional part, a
+    compiler or a GPU say, leaves it at 0.
 
     As root, a network namespace with a shaped link is made and removed again. On a machine with a GPU a few kernels
     are compiled and compared, some seconds when it is done for the first time.
@@ -49,20 +47,17 @@ def command(
     \b
     Example:
       thinwire doctor
-      thinwire doctor --full
       thinwire doctor --json
       torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -m thinwire doctor --peers
     """
     if peers:
-        if full:
-            raise typer.BadParameter("is about kernels, --peers about ranks: leave one out", param_hint="--full")
         _between_ranks(60.0 if timeout is None else timeout, as_json)
     if timeout is not None:
         raise typer.BadParameter("goes with --peers", param_hint="--timeout")
     from thinwire.tools.cli import checkup  # with torch, which --help does without
 
     findings = []
-    for finding in checkup.examine(_followed, full=full):
+    for finding in checkup.examine():
         findings.append(finding)
         if not as_json:
             todo = f"; {finding.todo}" if finding.todo else ""
@@ -71,12 +66,6 @@ def command(
     if as_json:
         typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
     raise typer.Exit(int(not works))
-
-
-def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
-    """With a bar that is gone before the next line is printed."""
-    with screen.progress() as follow:
-        yield from follow(kernels)
 
 
 def _say(works: bool | None, line: str) -> None:

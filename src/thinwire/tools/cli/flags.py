@@ -2,12 +2,11 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from thinwire.codecs import Codec, codec
@@ -30,7 +29,6 @@ def count(text: str, least: int = 1, most: int | None = None) -> Any:
     return typer.Option(min=least, max=most, metavar="N", help=text)
 
 
-Codecs = Annotated[Words, option("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
 LinkRate = Annotated[str | None, option("A shaped link for every rank, such as 1gbit; needs root.", "RATE")]
 Json = Annotated[str | None, option('Write the record there; "-" is standard output, with no table.', "FILE")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
@@ -54,23 +52,9 @@ def specs(given: Sequence[str] | None) -> list[str]:
     return found
 
 
-def check_device(device: Device | None) -> None:
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-
-
-def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
-    """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
-    found = _pieces(given)
-    for word in found:
-        if word not in allowed:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
-    return found or None
-
-
 def counts(given: Sequence[str] | None, flag: str, least: int = 1, most: int | None = None) -> list[int] | None:
     """The integers of a flag that may be repeated; None where it was not given."""
-    found = _pieces(given)
+    found = pieces(given)
     for word in found:
         if not re.fullmatch(r"[1-9]\d*", word) or int(word) < least or (most is not None and int(word) > most):
             limits = f"{least} to {most}" if most is not None else f"{least} on"
@@ -78,7 +62,7 @@ def counts(given: Sequence[str] | None, flag: str, least: int = 1, most: int | N
     return list(map(int, found)) or None
 
 
-def _pieces(given: Sequence[str] | None) -> list[str]:
+def pieces(given: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(word.strip() for text in given or () for word in text.split(",")))
 
 

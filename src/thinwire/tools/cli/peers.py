@@ -54,9 +54,10 @@ class Found:
 
 def examine(place: RankPlace, patience_s: float) -> Found:
     """Compare the ranks; measure rates only if they agree, since a disagreement may leave ranks waiting."""
-    meeting = Meeting(place, patience_s)  # to the end: others may still use its store
-    ranks, problems = meeting.hold(describe(place))
+    store = meet(place, patience_s)  # kept to the end: others may still use it
+    store.set(f"rank/{place.rank}", json.dumps(describe(place)))
     received: list[dict[int, float]] = []
+    ranks, problems = _compare(store, place, patience_s) if place.rank == 0 else ({}, _answer(store, place, patience_s))
     if not problems:
         try:
             received = exchange(place, patience_s)
@@ -67,69 +68,61 @@ def examine(place: RankPlace, patience_s: float) -> Found:
     return Found(place.world, ranks, problems, received)
 
 
-class Meeting:
-    """The ranks' store, as one rank uses it."""
+def meet(place: RankPlace, patience_s: float) -> Any:
+    """The ranks' store: torchrun's, where it has one; else rank 0 has a server."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdecimal():
+        raise ThinwireError(f"MASTER_PORT must be a number such as 29500, got {port!r}")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0
+    how: dict[str, Any] = {"is_master": not hosted, "wait_for_workers": False, "multi_tenant": True}
+    try:
+        joined = c10d.TCPStore(address, int(port), timeout=timedelta(seconds=patience_s), **how)
+    except (RuntimeError, ValueError) as error:
+        own = "; localhost is every machine's own: torchrun has --master-addr and --local-addr for that"
+        raise ThinwireError(
+            f"rank {place.rank} did not reach {address}:{port} (MASTER_ADDR, MASTER_PORT) within {patience_s:g} s "
+            f"({_line(error)}): start rank 0 there, name an address of it that this machine reaches, and open the "
+            f"port{own if address == 'localhost' else ''}"
+        ) from None
+    return c10d.PrefixStore(f"thinwire/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 
-    def __init__(self, place: RankPlace, patience_s: float) -> None:
-        self.place = place
-        self.patience_s = patience_s
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if not port.isdecimal():
-            raise ThinwireError(f"MASTER_PORT must be a number such as 29500, got {port!r}")
-        self.where = f"{address}:{port}"
-        # torchrun's store has a server already; without it rank 0 has one.
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0
-        how: dict[str, Any] = {"is_master": not hosted, "wait_for_workers": False, "multi_tenant": True}
-        try:
-            joined = c10d.TCPStore(address, int(port), timeout=timedelta(seconds=patience_s), **how)
-        except (RuntimeError, ValueError) as error:
-            own = "; localhost is every machine's own: torchrun has --master-addr and --local-addr for that"
-            raise ThinwireError(
-                f"rank {place.rank} did not reach {self.where} (MASTER_ADDR, MASTER_PORT) within {patience_s:g} s "
-                f"({_line(error)}): start rank 0 there, name an address of it that this machine reaches, and open the "
-                f"port{own if address == 'localhost' else ''}"
-            ) from None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = c10d.PrefixStore(f"thinwire/doctor/{attempt}", joined)
 
-    def hold(self, own: Description) -> tuple[dict[int, Description], list[str]]:
-        """All descriptions, which only rank 0 has, and the problems, which it shares."""
-        self._store.set(f"rank/{self.place.rank}", json.dumps(own))
-        if self.place.rank:
-            problems = self._answer()
-            self._store.set(f"read/{self.place.rank}", "true")
-            return {}, problems
-        ranks = self._said("rank", range(self.place.world), self.patience_s)
-        problems = [*disagreements(ranks), *unreachable(ranks)]
-        if absent := [rank for rank in range(self.place.world) if rank not in ranks]:
-            late = f"{_names(absent)} of {self.place.world} did not come within {self.patience_s:g} s"
-            problems.insert(0, f"{late}: start every rank, and let each reach {self.where}")
-        self._store.set("problems", json.dumps(problems))
-        # The store may end with this process: it stays until those who came have read the problems.
-        self._said("read", [rank for rank in ranks if rank], _GRACE_S)
-        return ranks, problems
+def _compare(store: Any, place: RankPlace, patience_s: float) -> tuple[dict[int, Description], list[str]]:
+    """On rank 0: all descriptions, and the problems, which it shares."""
+    ranks = _said(store, "rank", range(place.world), patience_s)
+    problems = [*disagreements(ranks), *unreachable(ranks)]
+    if absent := [rank for rank in range(place.world) if rank not in ranks]:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
+        problems.insert(0, f"{late}: start every rank, and let each reach {where}")
+    store.set("problems", json.dumps(problems))
+    # The store may end with this process: it stays until those who came have read the problems.
+    _said(store, "read", [rank for rank in ranks if rank], _GRACE_S)
+    return ranks, problems
 
-    def _said(self, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
-        """The values these ranks set in time; the store's own wait would not say who is missing."""
-        found: dict[int, Any] = {}
-        deadline = time.monotonic() + patience_s
-        while len(found) < len(ranks) and time.monotonic() < deadline:
-            for rank in ranks:
-                if rank not in found and self._store.check([f"{what}/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"{what}/{rank}"))
-            time.sleep(_POLL_S)
-        return dict(sorted(found.items()))
 
-    def _answer(self) -> list[str]:
-        """The problems that rank 0 found, which may have waited for others first."""
-        patience_s = self.patience_s + _GRACE_S
-        try:
-            self._store.wait(["problems"], timedelta(seconds=patience_s))
-            problems: list[str] = json.loads(self._store.get("problems"))
-        except RuntimeError as error:  # no answer in time, or the store went away
-            silent = f"rank {self.place.rank} heard nothing from rank 0 within {patience_s:g} s ({_line(error)})"
-            raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
-        return problems
+def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
+    """The values these ranks set in time; the store's own wait would not say who is missing."""
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + patience_s
+    while len(found) < len(ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            if rank not in found and store.check([f"{what}/{rank}"]):
+                found[rank] = json.loads(store.get(f"{what}/{rank}"))
+        time.sleep(_POLL_S)
+    return dict(sorted(found.items()))
+
+
+def _answer(store: Any, place: RankPlace, patience_s: float) -> list[str]:
+    """The problems that rank 0 found, which may have waited for others first."""
+    try:
+        store.wait(["problems"], timedelta(seconds=patience_s + _GRACE_S))
+        problems: list[str] = json.loads(store.get("problems"))
+        store.set(f"read/{place.rank}", "true")
+    except RuntimeError as error:  # no answer in time, or the store went away
+        silent = f"rank {place.rank} heard nothing from rank 0 within {patience_s + _GRACE_S:g} s ({_line(error)})"
+        raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
+    return problems
 
 
 def describe(place: RankPlace) -> Description:

@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import Interrupted, Progress, Record, write
-from thinwire.tools.recommend import Recommendation
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -99,17 +98,6 @@ def say(text: str, on: Console | None = None, style: str | None = None) -> None:
     """Print a sentence: a terminal wraps it at words, a pipe gets it on one line."""
     shown = on or console()
     shown.print(text, style=style, soft_wrap=not shown.is_terminal)
-
-
-def say_choice(choice: Recommendation, on: Console | None = None) -> None:
-    """The three lines of a verdict."""
-    for place, line in enumerate(choice.lines):
-        say(line, on, None if place else "bold")
-
-
-def say_notes(notes: Iterable[str], on: Console | None = None) -> None:
-    for note in notes:
-        say(f"Note: {note}.", on)
 
 
 @contextlib.contextmanager

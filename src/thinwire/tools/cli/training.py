@@ -1,7 +1,7 @@
 """What `thinwire demo` measures: a small GPT trained plainly and with each codec, from the same seeds and batches.
 
-The text is that of Python's help pages; nothing is downloaded. Times are those of steps taken by turns at a rate of
-zero. The record is of kind "train".
+The text is that of Python's help pages; nothing is downloaded. Times are those of
+`thinwire bench step`. The record is of kind "train".
 """
 
 import gc
@@ -11,24 +11,23 @@ import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import combinations
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.tools import pairs
 from thinwire.tools.bench import models, step, timing
-from thinwire.tools.bench.models import Batch, Transformer
+from thinwire.tools.bench.models import Batch, StepModel, Transformer, TransformerBlock
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.step import BF16, NONE, Replica, StepSample, StepScheme
-from thinwire.tools.bench.timing import NOTHING, Call, Effort
+from thinwire.tools.bench.step import BF16, COMPUTE, NONE, Replica, StepCase, StepSample, StepScheme
+from thinwire.tools.bench.timing import Effort
 from thinwire.tools.local import launch, link as links
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 
 CODECS = (BF16, "int8", "lloyd4", "lloyd2")
-COMPUTE = "a step alone"
 STEP_TIMES = "step times"
 EFFORT = Effort(rounds=7, most=30, seconds=0.7)
 RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce
@@ -41,13 +40,13 @@ class DemoPlan:
     schemes: tuple[StepScheme, ...] = ()  # the uncompressed one first
     world: int = 2
     link: ShapedLink | None = None
-    steps: int = 100
+    steps: int = 60
     seeds: int = 3
-    width: int = 96
+    width: int = 192
     depth: int = 2
     heads: int = 4
     context: int = 64
-    rows: int = 4  # of a batch; short, so that a step of so small a network sends enough for a link to matter
+    rows: int = 2  # of a batch; few, so that a step of so small a network sends enough for a link to matter
     rate: float = 3e-3
     judged: int = 1 << 14  # characters that a loss is taken over
     effort: Effort = EFFORT
@@ -91,6 +90,24 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
     return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoCase(StepCase):
+    """The steps that are timed: of the demo's own network."""
+
+    plan: DemoPlan
+
+    @property
+    def of(self) -> StepModel:
+        batch = (self.plan.rows, self.plan.context)
+        return StepModel(partial(self.plan.network, 0), TransformerBlock, batch, len(help_pages()[0]))
+
+
+def case_of(plan: DemoPlan) -> DemoCase:
+    """torch's bf16 hook is always timed."""
+    timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))
+    return DemoCase(world=plan.world, link=plan.link, schemes=timed, model="demo", plan=plan)
+
+
 @dataclass(frozen=True)
 class Trained:
     """One rank's result of a training run."""
@@ -125,10 +142,10 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
-    with launch.ranks(plan.world, plan.link) as world:
+    with launch.ranks(RankSetup(world=plan.world, link=plan.link)) as world:
         for case in progress([STEP_TIMES, *runs]):
             if case == STEP_TIMES:
-                times = world.run(time_steps, plan)
+                times = world.run(step.measure, case_of(plan), plan.effort)
                 continue
             place, seed = divmod(runs.index(case), plan.seeds)
             scheme = plan.schemes[place]
@@ -140,70 +157,37 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
 def row_of(
     plan: DemoPlan, scheme: StepScheme, results: dict[str, list[list[Trained]]], times: Sequence[dict[str, StepSample]]
 ) -> Row:
-    mine, plain = results[scheme.name], results[NONE]
+    mine = results[scheme.name]
+    losses, fp32 = (dict(enumerate(map(_loss, found))) for found in (mine, results[NONE]))
+    finite = all(map(math.isfinite, losses.values()))
+    gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
+    ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
     params = mine[0][0].params
     p20, p50, p80 = timing.percentiles(timing.slowest(times, scheme.name))
     step_ms = {name: median(timing.slowest(times, name)) for name in (NONE, BF16, COMPUTE)}
-    sent = timing.sent(times, scheme.name, "interface_bytes" if plan.link else "transport_bytes")
     source = "interface" if plan.link else "transport"
+    sent = timing.sent(times, scheme.name, f"{source}_bytes")
     if sent is None and scheme.name in RING_BYTES:  # torch's own all_reduce, over loopback: by formula
         sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * params, "formula"
     return {
-        "task": "gpt",
-        "parallel": "ddp",
-        "optimizer": "adam",
-        "codec": scheme.name.partition("@")[0],
-        "feedback": mine[0][0].feedback,
-        "world": plan.world,
-        "link": str(plan.link or "loopback"),
-        "seeds": plan.seeds,
-        **loss_columns(_losses(mine), _losses(plain)),
-        "val_gap_nats": None,
-        "step_ms": p50,
-        "step_ms_p20": p20,
-        "step_ms_p80": p80,
-        "compute_ms": step_ms[COMPUTE],
+        **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name.partition("@")[0]},
+        **{"feedback": mine[0][0].feedback, "world": plan.world, "link": str(plan.link or "loopback")},
+        **{"seeds": plan.seeds, "steps": plan.steps, "batch": plan.rows, "params": params, "diverged": not finite},
+        **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
+        **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.mean if finite else None},
+        "val_gap_error": None if gap.half is None else gap.half / pairs.t95(plan.seeds - 1),
+        **{"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "compute_ms": step_ms[COMPUTE]},
         "cpu_ms_per_rank": timing.cpu_ms([part[scheme.name] for part in times]),
-        "speedup_plain": step_ms[NONE] / p50,
-        "speedup_bf16": step_ms[BF16] / p50,
-        "bytes_per_step": sent,
-        "bytes_from": None if sent is None else source,
+        **{"speedup_plain": step_ms[NONE] / p50, "speedup_bf16": step_ms[BF16] / p50},
+        **{"bytes_per_step": sent, "bytes_from": None if sent is None else source},
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
-        "peer": scheme.name == BF16,
-        "steps": plan.steps,
-        "batch": plan.rows,
-        "params": params,
-        "threads": launch.THREADS,
-        "cores": os.cpu_count(),
+        **{"peer": scheme.name == BF16, "threads": launch.THREADS, "cores": os.cpu_count()},
     }
 
 
-def _losses(results: Sequence[Sequence[Trained]]) -> list[float]:
-    """By seed."""
-    return [sum(one.loss for one in ranks) / sum(one.count for one in ranks) for ranks in results]
-
-
-def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
-    ratios = log_ratios(mine, fp32)
-    return {
-        "loss_log_ratio": timing.mean(ratios),
-        "loss_log_ratio_error": timing.standard_error(ratios),
-        "noise_floor": noise_floor(fp32),
-        "loss": timing.mean(mine),
-        "fp32_loss": timing.mean(fp32),
-        "diverged": not all(math.isfinite(loss) for loss in mine),
-    }
-
-
-def log_ratios(losses: Sequence[float], fp32: Sequence[float]) -> list[float]:
-    """ln(loss / fp32 loss), seed by seed; NaN where one of them is zero or not finite."""
-    pairs = zip(losses, fp32, strict=True)
-    return [math.log(a / b) if 0 < min(a, b) <= max(a, b) < math.inf else math.nan for a, b in pairs]
-
-
-def noise_floor(losses: Sequence[float]) -> float | None:
-    """The seed-to-seed spread: mean over pairs of seeds of |ln| of the ratio of their losses; None for one seed."""
-    return timing.mean([abs(ratio) for a, b in combinations(losses, 2) for ratio in log_ratios([a], [b])])
+def _loss(ranks: Sequence[Trained]) -> float:
+    """Of one seed, in nats per letter that was held out of training."""
+    return sum(one.loss for one in ranks) / sum(one.count for one in ranks)
 
 
 # The ranks' side.
@@ -219,7 +203,7 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
             group["lr"] = plan.learning_rate(number)
         replica.step(plan.batch(number, seed, rank))
     with torch.no_grad():
-        judged = _judge(plan, network, _part(help_pages()[1], rank, plan.world))
+        judged = _judge(plan, network, _part(help_pages()[2], rank, plan.world))
     feedback = replica.feedback
     replica.close()
     del replica
@@ -235,31 +219,3 @@ def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> tuple[float, int
     inputs, targets = (text[i : i + count * plan.context].view(count, plan.context) for i in (0, 1))
     batches = zip(inputs.split(64), targets.split(64), strict=True)
     return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches), targets.numel()
-
-
-def time_steps(plan: DemoPlan) -> dict[str, StepSample]:
-    """This rank's times at a rate of zero; all ranks run it together. torch's bf16 hook is always timed."""
-    network = plan.network(0)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0)
-    timed = {scheme.name: scheme for scheme in (*plan.schemes, step.parse(BF16))}
-    replicas = {name: Replica(scheme, network, optimizer) for name, scheme in timed.items()}
-    batch = plan.batch(0, 0, dist.get_rank())
-    calls: dict[str, Call] = {name: partial(replica.step, batch) for name, replica in replicas.items()}
-    for name, replica in replicas.items():
-        for _ in range(replica.scheme.settled):
-            calls[name]()
-
-    def alone() -> None:
-        with replicas[NONE].model.no_sync():
-            replicas[NONE].step(batch)
-
-    calls[COMPUTE] = alone
-    samples: dict[str, Any] = {name: StepSample() for name in (*calls, NOTHING)}
-
-    def sent(name: str) -> int | None:
-        return replicas[name].bytes_sent if name in replicas else None
-
-    timing.take(calls, samples, plan.effort, shaped=plan.link is not None, transport=sent)
-    for replica in replicas.values():
-        replica.close()
-    return samples

@@ -1,17 +1,13 @@
 """The ranks of a benchmark: processes to which functions are sent.
 
-    with launch.ranks(4, link) as world:
+    with launch.ranks(RankSetup(world=4)) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks run gloo over loopback, or on hosts behind shaped links, one or several per host; or NCCL, on this machine's GPUs.
-They live and die with the block: a rank that loses the pipe to this process exits, whatever it was doing.
-
-More NCCL ranks than GPUs share them, which needs NCCL 2.30 or newer. NCCL treats ranks with different NCCL_HOSTIDs as
-different machines and sends over TCP between them.
+Ranks run gloo over loopback, or each on a host behind a shaped link. They live and die with the block: a rank that
+loses the pipe to this process exits, whatever it was doing.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -35,116 +31,45 @@ import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.local import link as links
-from thinwire.tools.local.link import BenchError, ShapedLink
+from thinwire.tools.local.link import ShapedLink
+from thinwire.tools.local.torchrun import BACKENDS, RankPlace
 
 STOP_S = 20.0
 THREADS = 1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# Ranks of one GPU want more multiprocessors together than it has, and would wait for each other forever.
-SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "NCCL_NVLS_ENABLE": "0"}
-OVER_TCP = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 class RankError(ThinwireError, RuntimeError):
     """A rank of a benchmark raised, died or did not start."""
 
 
-@dataclass(frozen=True)
-class NcclRanks:
-    """How the ranks of a world are spread."""
-
-    world: int
-    gpus: int
-    hosts: int = 1  # that NCCL takes them for, equally many ranks on each
-
-    @property
-    def shared(self) -> bool:
-        return self.world > self.gpus
-
-    @property
-    def link(self) -> str:
-        """What connects hosts; on one host the memory of a shared GPU, or whatever connects its GPUs."""
-        return "tcp" if self.hosts > 1 else "memory" if self.shared else "gpus"
-
-    @property
-    def nodes(self) -> int | None:
-        """Hosts of several ranks; None where there is one, or where each rank is one."""
-        return self.hosts if 1 < self.hosts < self.world else None
-
-    def gpu(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank % self.gpus)
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """What NCCL needs in a rank's environment; what the user has set there stays."""
-        found = dict(SHARED_GPU) if self.shared else {}
-        if self.hosts > 1:
-            found |= OVER_TCP | {"NCCL_HOSTID": f"thinwire{rank * self.hosts // self.world}"}
-        return {name: value for name, value in found.items() if name == "NCCL_HOSTID" or name not in os.environ}
-
-
-def nccl_ranks(worlds: Sequence[int], hosts: Sequence[int]) -> list[NcclRanks]:
-    """Each world on each number of hosts that its ranks fill evenly; BenchError where they could not start."""
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        lacking = "a torch without NCCL" if torch.cuda.is_available() else "no CUDA device that torch sees"
-        raise BenchError(f"--backend nccl: expected a GPU and NCCL, got {lacking}: run it on a GPU, or on gloo")
-    for count in hosts:
-        if all(world % count for world in worlds):
-            listed = ", ".join(map(str, worlds))
-            raise BenchError(f"expected a number of hosts that divides {listed} ranks evenly, got {count}")
-    gpus = torch.cuda.device_count()
-    return [NcclRanks(world, gpus, count) for world in worlds for count in hosts if world % count == 0]
-
-
-def nccl_version() -> str:
-    """The version of the NCCL that is loaded, which LD_PRELOAD may have put before torch's own."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # linked into torch itself
-        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """How the ranks of a case run: gloo over loopback or a shaped link, or NCCL."""
+    """How ranks run: gloo over loopback or a shaped link, one rank per host; or as torchrun started them."""
 
     world: int
     link: ShapedLink | None = None
-    on_nccl: NcclRanks | None = None
+    place: RankPlace | None = None
 
     @property
     def link_name(self) -> str:
-        return self.on_nccl.link if self.on_nccl else str(self.link or "loopback")
+        return "torchrun" if self.place else str(self.link or "loopback")
 
     def device(self, rank: int) -> torch.device:
-        return self.on_nccl.gpu(rank) if self.on_nccl else torch.device("cpu")
+        return self.place.device if self.place else torch.device("cpu")
 
     def columns(self) -> dict[str, str | int | bool | None]:
-        """Where a row's ranks ran; without MPS, ranks that share a GPU take turns of milliseconds."""
-        ranks = self.on_nccl
-        found: dict[str, str | int | bool | None] = {
-            "world": self.world,
-            "nodes": ranks.nodes if ranks else None,
-            "link": self.link_name,
-            "threads": THREADS,
-            "cores": os.cpu_count(),
-            "backend": "nccl" if ranks else "gloo",
-        }
-        if ranks is not None:
-            pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
-            found |= {"cards": ranks.gpus, "nccl": nccl_version(), "mps": pipe.exists() if ranks.shared else None}
-        return found
+        """Where a row's ranks ran."""
+        where = {"world": self.world, "nodes": None, "link": self.link_name, "threads": torch.get_num_threads()}
+        return {**where, "cores": os.cpu_count(), "backend": BACKENDS[self.device(0).type]}
 
-
-def setups(worlds: Sequence[int], link: ShapedLink | None, hosts: Sequence[int] | None) -> list[RankSetup]:
-    """One for each world; with `hosts`, on NCCL as so many hosts. An error where they could not start here."""
-    if link is not None:
-        links.check()
-    if hosts is None:
-        return [RankSetup(world=world, link=link) for world in worlds]
-    return [RankSetup(world=one.world, on_nccl=one) for one in nccl_ranks(worlds, hosts)]
+    def join(self, rank: int, host: str | None, path: str) -> None:
+        """On a rank that was started here: make the group of all."""
+        if host is not None:
+            links.enter(host)  # before the first thread and the first socket of the group
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
+        store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(minutes=10))
 
 
 class World:
@@ -184,24 +109,21 @@ class World:
 
 
 @contextlib.contextmanager
-def ranks(size: int, link: ShapedLink | None = None, on_nccl: NcclRanks | None = None) -> Iterator[World]:
-    """Start `size` ranks of THREADS torch threads each, end them with the block.
-
-    With a link each has a host of its own; without one, ranks use loopback. With `on_nccl` they run NCCL, not gloo.
-    """
+def ranks(setup: RankSetup) -> Iterator[World]:
+    """Start ranks of THREADS torch threads each, end them with the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(links.sigterm_as_ctrl_c())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
-        hosts = stack.enter_context(links.hosts(size, link)) if link else []
+        hosts = stack.enter_context(links.hosts(setup.world, setup.link)) if setup.link else []
         pipes: list[Connection] = []
         resource_tracker.ensure_running()  # the first start would do that, and unblock signals by it
         # A terminal sends Ctrl-C to all; this process alone decides what it means.
         with links.blocked(signal.SIGINT):
-            for rank in range(size):
+            for rank in range(setup.world):
                 host = hosts[rank] if hosts else None
                 near, far = multiprocessing.Pipe()
                 pipes.append(near)
-                arguments = (far, rank, size, host, folder, on_nccl)
+                arguments = (far, rank, host, folder, setup)
                 # Spawned: a fork would copy the locks of torch's threads.
                 process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
                 process.start()
@@ -225,7 +147,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 # The ranks' side.
 
 
-def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, on_nccl: NcclRanks | None) -> None:
+def _serve(pipe: Connection, rank: int, host: str | None, folder: Path, setup: RankSetup) -> None:
     """Join the group, say so, answer calls until an empty one."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -233,23 +155,10 @@ def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Pat
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_hear, args=(pipe, calls), daemon=True).start()
     torch.set_num_threads(THREADS)
-    pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"), on_nccl)))))
+    pipe.send_bytes(_answer(pickle.dumps((setup.join, (rank, host, str(folder / "store"))))))
     while call := calls.get():
         pipe.send_bytes(_answer(call))
     dist.destroy_process_group()
-
-
-def _join(rank: int, size: int, host: str | None, path: str, on_nccl: NcclRanks | None) -> None:
-    if host is not None:
-        links.enter(host)  # before the first thread and the first socket of the group
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
-    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    how: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(minutes=10)}
-    if on_nccl is not None:
-        os.environ.update(on_nccl.environment(rank))  # before anything of CUDA
-        torch.cuda.set_device(on_nccl.gpu(rank))
-        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": on_nccl.gpu(rank)}
-    dist.init_process_group(store=store, rank=rank, world_size=size, **how)
 
 
 def _hear(pipe: Connection, calls: SimpleQueue[bytes]) -> None:

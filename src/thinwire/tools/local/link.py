@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ def check() -> None:
             f"--link puts every rank into a network namespace of its own and needs {' and '.join(lacking)}; "
             "without --link the ranks talk over loopback"
         )
+
+
+def become_root() -> None:
+    """Run this command again as root of a user namespace, where this user is not root but may create one."""
+    inside = 'mount -t tmpfs tmpfs /run && mkdir -p /run/netns && exec "$@"'
+    enter = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", inside, "sh"]
+    if os.geteuid() == 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
+        return
+    if subprocess.run([*enter, "true"], capture_output=True, timeout=30).returncode == 0:
+        os.execvp("unshare", [*enter, sys.executable, "-m", "thinwire", *sys.argv[1:]])
 
 
 @contextlib.contextmanager

@@ -3,13 +3,11 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from thinwire.tools.bench.record import Row, Value
 
 ABSENT = "–"
-Tone = Literal["", "good", "bad"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,6 @@ class TextGrid:
     header: list[str]
     rows: list[list[str]]
     labels: int = 1
-    tones: list[Tone] = field(default_factory=list)  # of each row, where one is better or worse than others
 
     def first(self, columns: int) -> "TextGrid":
         """The same with so many columns."""

@@ -5,16 +5,13 @@ Kinds that are not listed, such as those of the studies in benchmarks/, get a pl
 
 from collections.abc import Callable, Sequence
 
-from thinwire.tools import recommend
 from thinwire.tools.bench.record import Record, Row, Value, columns
 from thinwire.tools.report.cells import (
     Column,
     TextGrid,
-    counted,
     distinct,
     fixed,
     grid,
-    listed,
     percent,
     scaled,
     scientific,
@@ -23,7 +20,7 @@ from thinwire.tools.report.cells import (
 )
 
 MS = (Column("ms", "ms_p50", significant), Column("p20", "ms_p20", significant), Column("p80", "ms_p80", significant))
-_SPEEDUPS = (Column("over fp32", "speedup_plain", significant), Column("over bf16", "speedup_bf16", significant))
+SPEEDUPS = (Column("over fp32", "speedup_plain", significant), Column("over bf16", "speedup_bf16", significant))
 
 
 def texts(*names: str) -> tuple[Column, ...]:
@@ -41,7 +38,7 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
                     "verb", "model", "codec", "algorithm", "connections", "feedback", "world", "nodes", "link", "numel"
                 ),
             ),
-            *(MS[0], *_SPEEDUPS, Column("kB", "bytes_per_rank", scaled(1e-3))),
+            *(MS[0], *SPEEDUPS, Column("kB", "bytes_per_rank", scaled(1e-3))),
             Column("limit", "wire_limit_share", percent),
             Column("CPU ms", "cpu_ms_per_rank", significant),
             Column("host ms", "host_ms", significant),
@@ -52,31 +49,6 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
             *texts("identical"),
         ),
         10,
-    ),
-    "train": (
-        "log ratio: ln(loss / fp32's), mean over seeds; val. gap: validation loss less fp32's, in nats; over fp32, "
-        "over bf16: speedup over torch's own; kB: sent per rank and step; limit: compute plus bytes at the link's rate",
-        (
-            *(*texts("scheme", "every"), Column("loss", "loss", significant)),
-            Column("log ratio", "loss_log_ratio", fixed(3, "+")),
-            Column("± (loss)", "loss_log_ratio_error", fixed(3)),
-            Column("/DDP's", "ddp_log_ratio", fixed(3, "+")),
-            Column("both reach", "reached_loss", significant),
-            Column("after s", "reached_s", significant),
-            Column("DDP after s", "ddp_reached_s", significant),
-            Column("sooner ×", "sooner_than_ddp", significant),
-            Column("val. gap", "val_gap_nats", fixed(4, "+")),
-            Column("± (val.)", "val_gap_error", fixed(4)),
-            *(Column("ms", "step_ms", significant), *_SPEEDUPS),
-            Column("over PowerSGD", "speedup_powersgd", significant),
-            Column("kB", "bytes_per_step", scaled(1e-3)),
-            Column("of fp32's", "bytes_over_plain", fixed(3)),
-            Column("over limit", "over_limit", percent),
-            Column("CPU ms", "cpu_ms_per_rank", significant),
-            Column("extra MB", "extra_bytes", scaled(1e-6)),
-            *texts("identical"),
-        ),
-        1,
     ),
     "loss": (
         "gap: validation loss less fp32's of the same seed, in nats, and half of its 95 % interval; more tokens: what "
@@ -108,8 +80,6 @@ def grids(record: Record) -> list[TextGrid]:
         return [TextGrid(f"{record.kind}: no rows", [], [])]
     if record.kind in GRIDS:
         return GRIDS[record.kind](rows)
-    if record.kind == "train":
-        return [_train_grid(rows)]
     if record.kind in TABLES:
         return [table(record.kind, rows)]
     by_schema: dict[tuple[str, ...], list[Row]] = {}
@@ -137,14 +107,3 @@ def table(kind: str, rows: Sequence[Row], prefix: str = "") -> TextGrid:
     kept = [one for one in columns if one not in same]
     head = ". ".join(part for part in (prefix, labeled, title) if part)
     return grid(head, rows, kept, labels - len(same))
-
-
-def _train_grid(rows: Sequence[Row]) -> TextGrid:
-    names = ("task", "parallel", "optimizer", "world", "link", "seeds", "steps")
-    task, parallel, optimizer, world, link, seeds, steps = listed(rows, *names)
-    spread = fixed(3)(rows[0].get("noise_floor"))
-    how = (
-        f"{task}, {parallel}, {optimizer}, {counted(world, 'rank')}, {link}, {counted(seeds, 'seed')} of {steps} steps"
-    )
-    named: list[Row] = [{**row, "scheme": recommend.scheme_of({**row, "every": None})} for row in rows]
-    return table("train", named, f"{how}; seed-to-seed spread of ln(loss) {spread}")

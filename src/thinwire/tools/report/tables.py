@@ -11,10 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.tools.bench.record import Record
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, text
 from thinwire.tools.report.kinds import grids
-
-_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red"}
 
 
 def show(record: Record, console: Console) -> None:
@@ -82,8 +80,8 @@ def _rich(laid: TextGrid, *, ruled: bool) -> Table:
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
-    for place, line in enumerate(laid.rows):
-        table.add_row(*line, style=_STYLES[laid.tones[place]] if laid.tones else None)
+    for line in laid.rows:
+        table.add_row(*line)
     return table
 
 
