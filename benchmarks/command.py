@@ -1,13 +1,13 @@
 """What the commands of the studies share: python -m benchmarks.NAME --help."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
 import typer
 
 from benchmarks import delay, kinds as _tables  # noqa: F401, the tables of studies
-from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli import screen
 from thinwire.tools.cli.flags import Device, Words, option
 from thinwire.tools.local.link import BenchError, ShapedLink
 
@@ -31,12 +31,3 @@ def shaped(link: str | None) -> ShapedLink | None:
 def check_device(device: Device | None) -> None:
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-
-
-def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
-    """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
-    found = flags.pieces(given)
-    for word in found:
-        if word not in allowed:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
-    return found or None

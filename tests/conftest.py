@@ -13,7 +13,12 @@ from ranks import RankPool
 from thinwire.kernels import BACKENDS, use_backend
 
 PROGRAM_TEST_S = 1200  # programs have a limit of their own, below that
-BENCHMARKS = ("benchmarks.collectives", "thinwire.tools.cli.training", "torch._dynamo", "thinwire.integrations.fsdp")
+BENCHMARKS = (
+    "thinwire.tools.bench.collectives",
+    "thinwire.tools.cli.training",
+    "torch._dynamo",
+    "thinwire.integrations.fsdp",
+)
 PROGRAMS = pytest.StashKey[Programs]()
 RANKS = pytest.StashKey[RankPool]()
 BESIDE = pytest.StashKey[beside.Beside]()

@@ -1,4 +1,4 @@
-"""Benchmarks: records, shaped links, ranks, and whole runs of link, step and the study of collectives."""
+"""Benchmarks: records, shaped links, ranks, and whole runs of link, collectives and step."""
 
 import json
 import math
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +15,16 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from benchmarks import collectives
-from benchmarks.collectives import CallSample, CollectiveCase
-from benchmarks.nccl import NcclRanks, nccl_ranks
 from programs import Ended
 from ranks import RankPool
-from test_studies import invoke
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.tools.bench import exchange, record, step, timing
+from thinwire.tools.bench import collectives, exchange, record, step, timing
+from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.bench.models import MODELS
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
+from thinwire.tools.local.nccl import NcclRanks, nccl_ranks
 
 MBIT = links.parse("100mbit")
 CODEC_ROW: record.Row = {
@@ -41,9 +38,6 @@ def a_record(**changes: Any) -> record.Record:
 
 
 def bench(*flags: str) -> Any:
-    """`thinwire bench`, or the study of collectives."""
-    if flags[0] == "collectives":
-        return invoke(collectives.command, *flags[1:])
     return CliRunner().invoke(app, ["bench", *flags], prog_name="thinwire")
 
 
@@ -404,8 +398,7 @@ def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((*arguments, {name: value for name, value in keys.items() if value}))
         return record.Record("collectives", record.conditions(timing.CPU), [])
 
-    spy = SimpleNamespace(**{**vars(collectives), "run": run})
-    monkeypatch.setattr(collectives, "run", spy.run)
+    monkeypatch.setattr(collectives, "run", run)
     monkeypatch.setattr(step, "run", run)
     bench("collectives")
     bench("collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536", "--verbs",

@@ -1,4 +1,4 @@
-"""Benchmarks a user runs: link and step. Each returns a record that keeps its numbers with their conditions.
+"""Benchmarks a user runs: link, collectives, step. Each returns a record that keeps its numbers with their conditions.
 
 To add one: list its columns in `record.COLUMNS`; write a module whose `run(..., progress) -> Record` passes the rows of
 `progress(cases)` to `record.collect`; give it a table in report/kinds.py and a command in cli/bench.py. Studies that

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from thinwire.errors import AdviceError, CodecError
-from thinwire.tools.bench import exchange, step as step_bench
+from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
@@ -20,17 +20,23 @@ from thinwire.tools.report import tables
 
 app = typer.Typer(
     cls=screen.Commands,
-    help="Measure your link and training steps. A record holds every number with its conditions.",
-    epilog="\b\nExample:\n  thinwire bench step --quick\n  thinwire bench step --parallel fsdp2 --json step.json",
+    help="Measure your link, collectives and training steps. A record holds every number with its conditions.",
+    epilog="\b\nExample:\n  thinwire bench step --quick\n  thinwire bench collectives --json collectives.json",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18; nccl 1000 to 64 million."
+VERBS = f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."
+CALL_CODECS = "Codecs, auto, plain; default {}, nccl {}.".format(*map(",".join, collectives_bench.CODECS.values()))
 STEP_CODECS = "Codecs, auto, lloyd2@ef21; of fsdp2 pairs; default {}, fsdp2 {}.".format(
     *map(",".join, step_bench.CODECS.values())
 )
 MODEL = f"Among {', '.join(MODELS)}; default mlp-25m, on GPUs gpt-124m, quick mlp-1m."
+Backend = StrEnum("Backend", ["gloo", "nccl"])
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2"])
 Worlds = Annotated[Words, option("Numbers of ranks, each measured.", "N,M")]
+BackendFlag = Annotated[Backend, typer.Option(help="gloo on the CPU, or nccl on GPUs.")]
+Hosts = Annotated[Words, option("With nccl: hosts that it takes the ranks for; default 1.", "N,M")]
 Rounds = Annotated[int | None, count("Default: 5 or more, as time allows.")]
 
 
@@ -59,6 +65,49 @@ def link_command(
         return
     flags.refuse("the ranks of torchrun measure their own link", link=link)
     deliver(partial(exchange.run_here, place.device, sizes), json, quiet=place.rank > 0)
+
+
+@app.command("collectives")
+def collectives_command(
+    world: Worlds = None,
+    link: LinkRate = None,
+    backend: BackendFlag = Backend.gloo,
+    hosts: Hosts = None,
+    numel: Annotated[Words, option(FLOATS, "N,M")] = None,
+    verbs: Annotated[Words, option(VERBS)] = None,
+    codecs: Annotated[Words, option(CALL_CODECS)] = None,
+    rounds: Rounds = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
+
+    Times are medians of the slowest rank. auto is int8 where it is predicted to pay; plain is thinwire's uncompressed
+    path. On nccl each codec runs in both algorithms, and host ms is the time until a call returns; more ranks than GPUs
+    share them, which needs NCCL 2.30 or newer, and MPS. With --hosts NCCL treats equally many ranks each as machines of
+    their own and sends over TCP between them. The rest is as in bench step.
+
+    \b
+    Example:
+      thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
+      sudo thinwire bench collectives --world 4 --link 100mbit --codecs int8,lloyd4
+      thinwire bench collectives --backend nccl --world 2,4 --hosts 1,2,4 --json nccl.json
+    """
+    names = flags.specs(codecs) or None
+    with screen.usage_errors("--codecs", CodecError):
+        collectives_bench.entries(names or (), "all_reduce", 2)
+    run = partial(
+        collectives_bench.run,
+        worlds_of(world) or collectives_bench.WORLDS,
+        flags.shaped(link),
+        numels=flags.counts(numel, "--numel"),
+        verbs=flags.words(verbs, collectives_bench.VERBS, "--verbs") or ("all_reduce",),
+        codecs=names,
+        hosts=_hosts(backend, hosts, link),
+        rounds=rounds,
+        quick=quick,
+    )
+    deliver(run, json)
 
 
 @app.command("step")
@@ -112,6 +161,15 @@ def step_command(
 
 def worlds_of(given: Words) -> list[int] | None:
     return flags.counts(given, "--world", 2, links.MOST_HOSTS)
+
+
+def _hosts(backend: Backend, hosts: Words, link: str | None) -> list[int] | None:
+    """The numbers of hosts on NCCL; None on gloo."""
+    if backend is Backend.gloo:
+        flags.refuse("is for NCCL's ranks: add --backend nccl", hosts=hosts)
+        return None
+    flags.refuse("is for gloo's ranks: with --backend nccl take --hosts", link=link)
+    return flags.counts(hosts, "--hosts") or [1]
 
 
 @links.sigterm_as_ctrl_c()

@@ -1,4 +1,4 @@
-"""The study of collectives: a verb with a codec beside torch's own in fp32 and bf16, interleaved in one run.
+"""The collectives benchmark: a verb with a codec beside torch's own in fp32 and bf16, interleaved in one run.
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
 bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank. On NCCL sums
@@ -9,32 +9,24 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
 from itertools import product
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 from torch import Tensor
 
-from benchmarks.command import start, words
-from benchmarks.nccl import NcclRanks, NcclSetup, nccl_ranks
 from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import groups
-from thinwire.errors import CodecError
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
-from thinwire.tools.cli import flags, screen
-from thinwire.tools.cli.bench import Rounds, Worlds, deliver, worlds_of
-from thinwire.tools.cli.flags import Json, LinkRate, Quick, Words, option
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.local.launch import World
 from thinwire.tools.local.link import ShapedLink
+from thinwire.tools.local.nccl import NcclRanks, NcclSetup, nccl_ranks
 
 VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
@@ -341,67 +333,3 @@ def exact(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor
     if case.averages:
         total /= case.world
     return total[part].clone() if case.verb == "reduce_scatter_tensor" else total
-
-
-Backend = StrEnum("Backend", ["gloo", "nccl"])
-BackendFlag = Annotated[Backend, typer.Option(help="gloo on the CPU, or nccl on GPUs.")]
-Hosts = Annotated[Words, option("With nccl: hosts that it takes the ranks for; default 1.", "N,M")]
-FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18; nccl 1000 to 64 million."
-VERBS_HELP = f"Among {', '.join(VERBS)}; default all_reduce."
-CODECS_HELP = "Codecs, auto, plain; default {}, nccl {}.".format(*map(",".join, CODECS.values()))
-
-
-def command(
-    world: Worlds = None,
-    link: LinkRate = None,
-    backend: BackendFlag = Backend.gloo,
-    hosts: Hosts = None,
-    numel: Annotated[Words, option(FLOATS, "N,M")] = None,
-    verbs: Annotated[Words, option(VERBS_HELP)] = None,
-    codecs: Annotated[Words, option(CODECS_HELP)] = None,
-    rounds: Rounds = None,
-    json: Json = None,
-    quick: Quick = False,
-) -> None:
-    """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
-
-    Times are medians of the slowest rank. auto is int8 where it is predicted to pay; plain is thinwire's uncompressed
-    path. On nccl each codec runs in both algorithms, and host ms is the time until a call returns. The rest is as in
-    thinwire bench step.
-
-    \b
-    Example:
-      python -m benchmarks.collectives --world 2 --numel 1024,65536,4194304 --codecs auto
-      sudo python -m benchmarks.collectives --world 4 --link 100mbit --codecs int8,lloyd4
-      python -m benchmarks.collectives --backend nccl --world 2,4 --hosts 1,2,4 --json nccl.json
-    """
-    names = flags.specs(codecs) or None
-    with screen.usage_errors("--codecs", CodecError):
-        entries(names or (), "all_reduce", 2)
-    measure_all = partial(
-        run,
-        worlds_of(world) or WORLDS,
-        flags.shaped(link),
-        numels=flags.counts(numel, "--numel"),
-        verbs=words(verbs, VERBS, "--verbs") or ("all_reduce",),
-        codecs=names,
-        hosts=hosts_of(backend, hosts, link),
-        rounds=rounds,
-        quick=quick,
-    )
-    deliver(measure_all, json)
-
-
-def hosts_of(backend: Backend, hosts: Words, link: str | None) -> list[int] | None:
-    """The numbers of hosts on NCCL; None on gloo."""
-    if backend is Backend.gloo:
-        flags.refuse("is for NCCL's ranks: add --backend nccl", hosts=hosts)
-        return None
-    flags.refuse("is for gloo's ranks: with --backend nccl take --hosts", link=link)
-    return flags.counts(hosts, "--hosts") or [1]
-
-
-if __name__ == "__main__":
-    from benchmarks import collectives as study  # under its own name, by which ranks find its functions
-
-    start(study.command)
