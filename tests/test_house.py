@@ -136,11 +136,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 7050,
-    "tools.bench": 910,
+    "tools.bench": 1240,
     "tools.advise": 895,
-    "tools.report": 320,
-    "tools.local": 465,
-    "tools": 4720,
+    "tools.report": 317,
+    "tools.local": 585,
+    "tools": 5230,
 }
 
 
