@@ -434,7 +434,11 @@ class StreamTransport(Transport):
         if not sends and not receives:
             return []
         group: Any = self.group
-        group._start_coalescing(self.device)
+        if group in dist.distributed_c10d._world.pg_map:
+            ops = [dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sends]
+            ops += [dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part in receives]
+            return list(dist.batch_isend_irecv(ops))
+        group._start_coalescing(self.device)  # the same, for a group that torch does not list: thinwire.group's inner
         self._start(sends, receives)
         return [group._end_coalescing(self.device)]
 
@@ -524,6 +528,8 @@ _GATHER.asyncOp = False
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
     name = backend(group, device)
     if name == "nccl":
+        # NCCL connects in a group's first call, which all ranks have to make.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
         return StreamTransport(group, tags, device)
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport
