@@ -42,7 +42,7 @@ def bench(*flags: str) -> Any:
 
 
 def test_the_columns_scripts_rely_on() -> None:
-    kinds = {"codec", "kernels", "collectives", "train", "loss", "qat", "link", "soak"}
+    kinds = {"codec", "kernels", "collectives", "train", "loss", "exact", "qat", "link", "soak"}
     assert (set(record.COLUMNS), set(record.COLUMNS["codec"])) == (kinds, set(CODEC_ROW))
     kernels = "op codec backend device dtype numel world threads ms_p50 ms_p20 ms_p80 copy_ms times_copy copy_share"
     assert set(record.COLUMNS["kernels"]) == {*kernels.split(), "times_eager"}
@@ -378,7 +378,7 @@ def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> Non
         (["step", "--model", "resnet"], "'resnet' is not one of mlp-1m, mlp-25m"),
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["link", "--world", "1"], "Invalid value for '--world'"),
-        (["codek"], "No such command 'codek'. The commands are link, step."),
+        (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
         (["step", "--swift"], "No such option: --swift (Possible options: --codecs"),
     ],
 )

@@ -51,6 +51,11 @@ def isend(
 
     `dst` is the receiver's rank in the world, `group_dst` its rank in the group. `tensor` may be changed at once. Keep
     the work until it was waited for. `step` varies rotation and stochastic rounding; None is 0.
+
+    Example::
+
+        work = thinwire.isend(activations, dst=1)
+        work.wait()
     """
     return _one("isend", tensor, dst, group_dst, group, tag, codec, step)
 
@@ -68,6 +73,11 @@ def irecv(
     """Start receiving `tensor` from a rank that calls thinwire.isend or send. Without a source: from any, on gloo.
 
     The tensor may be read once the work was waited for; `source_rank()` of the work is the sender's rank in the group.
+
+    Example::
+
+        work = thinwire.irecv(activations, src=0)
+        work.wait()
     """
     return _one("irecv", tensor, src, group_src, group, tag, codec, step)
 
@@ -82,7 +92,12 @@ def send(
     codec: str | Codec = "int8",
     step: int | None = None,
 ) -> None:
-    """Send `tensor` in `codec`; the same as `isend`, waited for."""
+    """Send `tensor` in `codec`; the same as `isend`, waited for.
+
+    Example::
+
+        thinwire.send(activations, dst=1, codec="int8")
+    """
     isend(tensor, dst, group, tag, group_dst, codec=codec, step=step).wait()
 
 
@@ -96,7 +111,12 @@ def recv(
     codec: str | Codec = "int8",
     step: int | None = None,
 ) -> int:
-    """Receive `tensor`; the same as `irecv`, waited for. Returns the sender's rank in the world."""
+    """Receive `tensor`; the same as `irecv`, waited for. Returns the sender's rank in the world.
+
+    Example::
+
+        thinwire.recv(activations, src=0, codec="int8")
+    """
     work = irecv(tensor, src, group, tag, group_src, codec=codec, step=step)
     assert isinstance(work, MessageWork)
     return dist.get_global_rank(groups.resolve(group), work.source_rank())
@@ -108,6 +128,12 @@ def batch_isend_irecv(
     """Start the messages of a list of torch.distributed.P2POp, all of one group, in `codec`.
 
     No message waits for another of the batch. On gloo there is a work per message, on NCCL one for all.
+
+    Example::
+
+        ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
+        for work in thinwire.batch_isend_irecv(ops):
+            work.wait()
     """
     ops = list(p2p_op_list)
     if not ops or not all(isinstance(op, dist.P2POp) for op in ops):
