@@ -36,7 +36,8 @@ LABELS: dict[str, tuple[str, ...]] = {  # rows of two records with the same labe
         *("task", "method", "weight_bits", "act_bits"),
         *("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads"),
     ),
-    "loss": ("size", "optimizer", "arm", "world", "steps"),
+    "loss": ("size", "optimizer", "parallel", "arm", "every", "world", "steps"),
+    "exact": ("optimizer", "rate", "step", "numel", "backend"),
     "link": ("world", "link", "backend", "nbytes"),
     "soak": ("world",),
 }
@@ -54,7 +55,7 @@ MEANS = {  # over seeds: the column of the standard error, and whether the numbe
     "train_loss": ("train_loss_error", False),
 }
 COMPUTED = {  # by how much a number that is not timed may differ, relatively
-    **dict.fromkeys(("wire_bits", "nmse", "bytes_formula", "peak_bytes_per_element"), ROUNDING),
+    **dict.fromkeys(("wire_bits", "bits", "nmse", "bytes_formula", "peak_bytes_per_element"), ROUNDING),
     **{"rel_error": 1e-3, "bytes_per_step": HEADERS, "mismatches": 0.0, "hangs": 0.0, "leaks": 0.0},
 }
 PROMISES = {"identical": True, "diverged": False}  # what has to hold

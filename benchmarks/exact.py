@@ -57,7 +57,14 @@ def _rows(task: Gpt, cases: list[Any], device: torch.device, quick: bool, progre
     warm = {name: _trained(task, name, 1e-3, quick) for name in OPTIMIZERS}
     for name, rate in progress(cases):
         base, new = (part.to(device) for part in _step(task, *copy.deepcopy(warm[name]), rate, name, quick))
-        row: Row = {"optimizer": name, "rate": rate, "numel": base.numel(), "backend": backend}
+        row: Row = {
+            "optimizer": name,
+            "rate": rate,
+            "step": WARM + (1 if quick else STEPS),
+            "numel": base.numel(),
+            "backend": backend,
+            "threads": 1,
+        }
         yield {**row, **bits_of(new, base), **speeds_of(new, base, quick)}
 
 
@@ -101,13 +108,13 @@ def bits_of(new: Tensor, base: Tensor) -> Row:
     u = differences(new, base).cpu().to(torch.int32)
     planes = torch.cat([(u & 0xFF).to(torch.uint8), (u >> 8).to(torch.uint8)])
     return {
-        "changed": changed,
+        "changed_share": changed,
         "entropy_bits": least,
-        "wire_bits": ours,
+        "bits": ours,
         "times_entropy": ours / least,
-        "index_value_bits": 48 * changed,
-        "zstd_bits": zstd_bits(planes),
-        "xor_zstd_bits": zstd_bits(xor.view(torch.uint8)),
+        "bits_index_value": 48 * changed,
+        "bits_zstd": zstd_bits(planes),
+        "bits_xor_zstd": zstd_bits(xor.view(torch.uint8)),
     }
 
 
@@ -129,13 +136,13 @@ def speeds_of(new: Tensor, base: Tensor, quick: bool) -> Row:
     planes = torch.cat([(u & 0xFF).to(torch.uint8), (u >> 8).to(torch.uint8)])
     packed = zstd(planes)
     works: dict[str, Callable[[], object]] = {
-        "encode_gb_per_s": lambda: exact.encode(new, base),
-        "decode_gb_per_s": lambda: exact.decode(wire, base),
-        "copy_gb_per_s": new.clone,
+        "encode_gb_s": lambda: exact.encode(new, base),
+        "decode_gb_s": lambda: exact.decode(wire, base),
+        "copy_gb_s": new.clone,
     }
     if packed is not None:
-        works["zstd_encode_gb_per_s"] = lambda: zstd(planes)
-        works["zstd_decode_gb_per_s"] = lambda: unzstd(packed, planes.numel())
+        works["zstd_encode_gb_s"] = lambda: zstd(planes)
+        works["zstd_decode_gb_s"] = lambda: unzstd(packed, planes.numel())
     now = time.perf_counter if base.is_cuda else time.process_time  # other processes take no part in the latter
     best = dict.fromkeys(works, float("inf"))
     for _ in range(2 if quick else TURNS):

@@ -86,16 +86,16 @@ kinds.TABLES |= {
     "exact": (
         "Bits per bf16 weight from one step to the next; GB of weights per second on one core",
         (
-            *(*texts("optimizer"), Column("rate", "rate", text), Column("changed", "changed", percent)),
-            *(Column("entropy", "entropy_bits", significant), Column("bits", "wire_bits", significant)),
+            *(*texts("optimizer"), Column("rate", "rate", text), Column("changed", "changed_share", percent)),
+            *(Column("entropy", "entropy_bits", significant), Column("bits", "bits", significant)),
             *(
                 Column("×entropy", "times_entropy", significant),
-                Column("index + value", "index_value_bits", significant),
+                Column("index + value", "bits_index_value", significant),
             ),
-            *(Column("zstd", "zstd_bits", significant), Column("XOR + zstd", "xor_zstd_bits", significant)),
-            *(Column("encode GB/s", "encode_gb_per_s", significant), Column("decode", "decode_gb_per_s", significant)),
-            Column("zstd's", "zstd_encode_gb_per_s", significant),
-            Column("zstd's decode", "zstd_decode_gb_per_s", significant),
+            *(Column("zstd", "bits_zstd", significant), Column("XOR + zstd", "bits_xor_zstd", significant)),
+            *(Column("encode GB/s", "encode_gb_s", significant), Column("decode", "decode_gb_s", significant)),
+            Column("zstd's", "zstd_encode_gb_s", significant),
+            Column("zstd's decode", "zstd_decode_gb_s", significant),
         ),
         2,
     ),

@@ -20,7 +20,7 @@ from cases import generated
 from compared import Checked, everything, speedups
 from thinwire.codecs import BlockInt, Cast, Lloyd, codec
 from thinwire.errors import AdviceError, RecordError
-from thinwire.tools import recommend
+from thinwire.tools import pairs, recommend
 from thinwire.tools.advise import cluster as clusters, model, units, verdict
 from thinwire.tools.advise.cluster import PAYLOAD, Cluster, LinkModel, Machine
 from thinwire.tools.advise.model import BF16, PLAIN, Scheme, TrainingJob
@@ -474,18 +474,19 @@ def test_feedback_is_what_compress_ddp_adds() -> None:
 
 def of_arms(*rows: dict[str, Any]) -> Record:
     first = {"size": "25m", "optimizer": "adamw", "bits": 8.1, "world": 8, "seeds": 5, "val_loss": 0.74}
-    return Record("loss", {}, [{**first, "more_tokens": None, "weights": 25_436_672, **row} for row in rows])
+    first |= {"parallel": "ddp", "fp32_val_nats": 0.74, "tokens_more_percent": None, "params": 25_436_672}
+    return Record("loss", {}, [{**first, **row} for row in rows])
 
 
 def test_losses_of_the_study_are_read() -> None:
     arms = [("int8", 0.0004, 0.002), ("lloyd2", 0.0098, 0.002), ("fp32", 0.0, 0.0), ("null", 0.001, 0.001)]
-    found = verdict.losses_of(of_arms(*({"arm": a, "gap_nats": g, "gap_half": h} for a, g, h in arms)), "x")
-    assert found["int8"] == Loss(0.0004, 0.002, 5, 25_436_672, "x")
+    found = verdict.losses_of(of_arms(*({"arm": a, **pairs.Difference(g, h, 5).columns} for a, g, h in arms)), "x")
+    assert found["int8"] == Loss(0.0004, pytest.approx(0.002), 5, 25_436_672, "x")
     assert set(found) == {"int8", "lloyd2 + moments"}  # which compress_ddp adds
 
 
 def test_losses_that_cannot_be_used_raise(tmp_path: Path) -> None:
-    one_seed = of_arms({"arm": "int8", "gap_nats": 0.1, "gap_half": None})
+    one_seed = of_arms({"arm": "int8", **pairs.Difference(0.1, None, 1).columns})
     with pytest.raises(RecordError, match="two seeds or more"):
         verdict.losses_of(one_seed, "x")
     result = call(f"{SMALL} --losses {compared.ROOT / 'codec_cpu.json'}")
@@ -495,7 +496,8 @@ def test_losses_that_cannot_be_used_raise(tmp_path: Path) -> None:
 
 
 def test_own_losses_count_first(tmp_path: Path) -> None:
-    own = of_arms({"arm": "lloyd4", "gap_nats": 0.0, "gap_half": 0.001, "size": "train.py", "weights": None})
+    gap = pairs.Difference(0.0, 0.001, 5)
+    own = of_arms({"arm": "lloyd4", **gap.columns, "size": "train.py", "params": None})
     conditions = dict.fromkeys(record.CONDITIONS, "x")
     record.write(Record("loss", conditions, own.rows), str(tmp_path / "own.json"))
     shown = call(f"{SMALL} --losses {tmp_path / 'own.json'}").stdout

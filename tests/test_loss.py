@@ -170,7 +170,7 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest
     assert rounded["val_loss"] != by["fp32"]["val_loss"] != averaged["val_loss"]
     assert 4 < rounded["bits"] < 5 > averaged["bits"] > 4
     record = curve.recorded(list(by.values()))
-    assert {row["arm"]: row["gap_nats"] == 0 for row in record.rows} == {
+    assert {row["arm"]: row["delta_nats"] == 0 for row in record.rows} == {
         "fp32": True, "int8": False, "powersgd1": True, "int2": False}  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_verdicts(gaps: tuple[float, ...], said: str) -> None:
 def test_tokens_come_from_the_plain_curve() -> None:
     falling = [[step, 3.0 - 0.2 * math.log2(step)] for step in range(1, 101)]
     assert pairs.slope(falling) == pytest.approx(-0.2)
-    assert pairs.more_tokens(0.2, -0.2) == pytest.approx(1.0)  # one doubling
+    assert pairs.more_tokens(0.2, -0.2) == pytest.approx(100)  # one doubling
     assert pairs.more_tokens(0.2, 0.0) is None
 
 
@@ -253,7 +253,7 @@ def test_the_curve_pairs_seeds_and_takes_tokens_from_shorter_runs(tmp_path: Path
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(run) + "\n" for run in found))
     rows = {row["arm"]: row for row in curve.rows_of(curve.groups(runs.read(path))[0])}
-    assert rows["lloyd4"]["gap_nats"] == pytest.approx(0.02)
+    assert rows["lloyd4"]["delta_nats"] == pytest.approx(0.02)
     assert rows["lloyd4"]["seeds"] == 2
-    assert rows["lloyd4"]["more_tokens"] == pytest.approx(1.0)  # 0.02 nats are one doubling
+    assert rows["lloyd4"]["tokens_more_percent"] == pytest.approx(100)  # 0.02 nats are one doubling
     assert len(curve.recorded(found).rows) == 3

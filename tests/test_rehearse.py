@@ -300,11 +300,11 @@ def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows: dict[Any, Any] = {row["arm"]: row for row in record.read(str(written)).rows}
     assert list(rows) == ["none", "null", "int8", "int2"]
-    assert rows["none"]["gap_nats"] == 0
-    assert abs(rows["null"]["gap_nats"]) < 1e-4  # chance alone; the script draws the same numbers
-    assert abs(rows["int8"]["gap_nats"]) < 0.2 * rows["int2"]["gap_nats"]
+    assert rows["none"]["delta_nats"] == 0
+    assert abs(rows["null"]["delta_nats"]) < 1e-4  # chance alone; the script draws the same numbers
+    assert abs(rows["int8"]["delta_nats"]) < 0.2 * rows["int2"]["delta_nats"]
     assert 8 < rows["int8"]["bits"] < 9
-    assert rows["int2"]["more_tokens"] > rows["int8"]["more_tokens"]
+    assert rows["int2"]["tokens_more_percent"] > rows["int8"]["tokens_more_percent"]
     assert rows["int2"]["verdict"] in page.read_text()
     assert "int8: " in result.stdout
 

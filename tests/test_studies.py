@@ -324,11 +324,11 @@ def test_an_exact_run(tmp_path: Path) -> None:
     rows = record.read(path).rows
     assert [(row["optimizer"], row["rate"]) for row in rows] == list(product(("adamw", "sgd"), (1e-6, 3e-5, 1e-3)))
     for row in rows:
-        changed, least, bits = (row[name] for name in ("changed", "entropy_bits", "wire_bits"))
+        changed, least, bits = (row[name] for name in ("changed_share", "entropy_bits", "bits"))
         assert 0 < changed < 1
-        assert least < bits < row["index_value_bits"]
-        assert row["decode_gb_per_s"] > 0
-    adamw = [row["wire_bits"] for row in rows[:3]]
+        assert least < bits < row["bits_index_value"]
+        assert row["decode_gb_s"] > 0
+    adamw = [row["bits"] for row in rows[:3]]
     assert adamw == sorted(adamw)
 
 

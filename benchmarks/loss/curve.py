@@ -54,20 +54,25 @@ def rows_of(group: Sequence[Found]) -> list[dict[str, Any]]:
         if not mine.keys() & losses[arms.FP32].keys():
             continue
         first = next(one for one in whole if one["arm"] == name)
-        gap = pairs.difference(mine, losses[arms.FP32])
-        tokens = None if each is None else pairs.more_tokens(gap.mean, each)
+        plain = losses[arms.FP32]
+        gap = pairs.difference(mine, plain)
+        optimizer, _, every = str(first["optimizer"]).partition(runs.DILOCO)
+        parallel = "fsdp" if name.startswith(arms.WEIGHTS) else "diloco" if every else "ddp"
         found.append(
             {
                 **{column: first[column] for column in GROUP},
+                "optimizer": optimizer or "adamw",
+                "parallel": parallel,
+                "every": int(every) if every else None,
                 "arm": name,
                 "bits": first["bits"],
                 "seeds": gap.pairs,
                 "val_loss": math.fsum(mine.values()) / len(mine),
-                "gap_nats": gap.mean,
-                "gap_half": gap.half,
-                "more_tokens": tokens,
+                "fp32_val_nats": math.fsum(plain.values()) / len(plain),
+                **gap.columns,
+                "tokens_more_percent": pairs.more_tokens(gap.mean, each),
                 "none_seen": gap.none_seen,
-                "weights": first["weights"],
+                "params": first["weights"],
                 "tokens": first["tokens"],
                 "steps": full,
                 "step_ms": first["step_ms"],
@@ -95,24 +100,24 @@ def plot(record: Record, path: str) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    known: list[dict[str, Any]] = [row for row in record.rows if row["gap_half"] is not None]
+    known: list[dict[str, Any]] = [row for row in record.rows if row["delta_high"] is not None]
     rows = [row for row in known if row["arm"] not in (arms.FP32, arms.NULL)]
     null = next((row for row in known if row["arm"] == arms.NULL), None)
-    shown = [("gap_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.03, 0.1))]
-    if any(row["more_tokens"] is not None for row in rows):
-        shown.append(("more_tokens", "more tokens for the same loss, %", (-10, -3, 0, 3, 10, 30, 100)))
+    shown = [("delta_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.03, 0.1))]
+    if any(row["tokens_more_percent"] is not None for row in rows):
+        shown.append(("tokens_more_percent", "more tokens for the same loss, %", (-10, -3, 0, 3, 10, 30, 100)))
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4), sharex=True, squeeze=False)
     for axis, (column, label, ticks) in zip(axes[0], shown, strict=True):
         axis.axhline(0, lw=0.8, color="black")
-        if column == "gap_nats":
+        if column == "delta_nats":
             axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label="counts as no difference")
             if null is not None:
-                _mark(axis, 32, null["gap_nats"], null["gap_half"], "null", "d", "tab:gray")
+                _mark(axis, 32, null["delta_nats"], pairs.Difference.of(null).half, "null", "d", "tab:gray")
         for row in rows:
             beside = sum(1 for other in rows[: rows.index(row)] if round(other["bits"]) == round(row["bits"]))
-            value, half = (row[column], row["gap_half"]) if column == "gap_nats" else (100 * row[column], 0.0)
+            half = pairs.Difference.of(row).half if column == "delta_nats" else None
             kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
-            _mark(axis, row["bits"] * 1.07**beside, value, half, str(row["arm"]), *kind)
+            _mark(axis, row["bits"] * 1.07**beside, row[column], half, str(row["arm"]), *kind)
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=ticks[4])
         for side, places in ((axis.xaxis, (1, 2, 3, 4, 8, 16, 32)), (axis.yaxis, ticks)):
@@ -129,8 +134,8 @@ def plot(record: Record, path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _mark(axis: Any, bits: float, value: float, half: float, name: str, mark: str, color: str) -> None:
-    axis.errorbar(bits, value, yerr=half or None, fmt=mark, color=color, capsize=3, ms=5)
+def _mark(axis: Any, bits: float, value: float, half: float | None, name: str, mark: str, color: str) -> None:
+    axis.errorbar(bits, value, yerr=half, fmt=mark, color=color, capsize=3, ms=5)
     axis.annotate(name, (bits, value), textcoords="offset points", xytext=(6, 3), fontsize=8)
 
 
@@ -145,7 +150,7 @@ def main() -> None:
     record = recorded(found)
     rows: list[dict[str, Any]] = list(record.rows)
     for row in rows:
-        gap = pairs.Difference(row["gap_nats"], row["gap_half"], row["seeds"])
+        gap = pairs.Difference.of(row)
         print(f"{row['size']:>5} {row['optimizer']} {row['bits']:5.2f} bits  {pairs.verdict(row['arm'], gap)}")
     if options.json:
         write(record, options.json)

@@ -7,6 +7,7 @@ Student's t over the differences of several seeds.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from thinwire.errors import RecordError
 
@@ -23,6 +24,18 @@ class Difference:
     mean: float
     half: float | None
     pairs: int
+
+    @property
+    def columns(self) -> dict[str, float | None]:
+        """As records hold it."""
+        low, high = (None, None) if self.half is None else (self.mean - self.half, self.mean + self.half)
+        return {"delta_nats": self.mean, "delta_low": low, "delta_high": high}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Difference":
+        """What a row of a record holds."""
+        half = None if row["delta_high"] is None else (row["delta_high"] - row["delta_low"]) / 2
+        return cls(row["delta_nats"], half, row["seeds"])
 
     @property
     def none_seen(self) -> bool:
@@ -67,17 +80,15 @@ def slope(curve: Sequence[Sequence[float]]) -> float:
     return math.fsum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
 
 
-def more_tokens(nats: float, per_doubling: float) -> float | None:
-    """The share of tokens that plain training needs in addition to undo a difference; None where it learns nothing."""
-    return 2.0 ** (nats / -per_doubling) - 1 if per_doubling < 0 else None
+def more_tokens(nats: float, per_doubling: float | None) -> float | None:
+    """The % of tokens that plain training needs in addition to undo a difference; None where that is not known."""
+    return None if per_doubling is None or per_doubling >= 0 else 100 * (2.0 ** (nats / -per_doubling) - 1)
 
 
 def verdict(name: str, found: Difference, per_doubling: float | None = None) -> str:
     """One sentence about one arm."""
-    most = None
-    if per_doubling is not None and found.half is not None:
-        most = more_tokens(max(0.0, found.mean + found.half), per_doubling)
-    cost = "" if most is None else f"; {100 * most:.1f} % more tokens at most"
+    most = more_tokens(max(0.0, found.mean + (found.half or 0.0)), per_doubling)
+    cost = "" if most is None else f"; {most:.1f} % more tokens at most"
     if found.half is None:
         return f"{name}: {found} from one pair of runs: add seeds for an interval"
     if found.none_seen:

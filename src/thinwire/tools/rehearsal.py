@@ -89,14 +89,16 @@ def row_of(plan: Plan, arm: str, losses: dict[str, dict[int, float]], bits: floa
     return {
         "size": Path(plan.script).name,
         "optimizer": None,
+        "parallel": "ddp",
         "arm": arm,
         "bits": bits,
+        "params": None,
         "world": plan.world,
         "seeds": plan.seeds,
         "val_loss": sum(losses[arm].values()) / len(losses[arm]),
-        "gap_nats": gap.mean,
-        "gap_half": gap.half,
-        "more_tokens": None if each is None else pairs.more_tokens(gap.mean, each),
+        "fp32_val_nats": sum(losses[NONE].values()) / len(losses[NONE]),
+        **gap.columns,
+        "tokens_more_percent": pairs.more_tokens(gap.mean, each),
         "verdict": pairs.verdict(arm, gap, each),
     }
 
@@ -132,18 +134,18 @@ def page(record: Record) -> str:
     """A Markdown page: the verdicts, and a table."""
     head = f"# Rehearsal of {record.rows[0]['size']}: {record.rows[0]['world']} ranks, {record.rows[0]['seeds']} seeds"
     verdicts = [f"- {row['verdict']}" for row in record.rows if row["arm"] != NONE]
-    table = ["| arm | bits | loss | above none | ± |", "|---|--:|--:|--:|--:|"]
+    table = ["| arm | bits | loss | above none | from | to |", "|---|--:|--:|--:|--:|--:|"]
     for row in record.rows:
         cells = [_cell(row[name], form) for name, form in _FORMS.items()]
         table.append(f"| {row['arm']} | {' | '.join(cells)} |")
     notes = (
-        "Losses are compared seed by seed, in nats; ± is half of a 95 % interval. `null` is uncompressed with a "
+        "Losses are compared seed by seed, in nats; from, to: a 95 % interval. `null` is uncompressed with a "
         f"relative noise of {NOISE:g}: what chance alone does. Differences inside ± {pairs.MARGIN} count as none."
     )
     return "\n\n".join([head, "\n".join(verdicts), "\n".join(table), notes]) + "\n"
 
 
-_FORMS = {"bits": "{:.2f}", "val_loss": "{:.4f}", "gap_nats": "{:+.4f}", "gap_half": "{:.4f}"}
+_FORMS = {"bits": "{:.2f}", "val_loss": "{:.4f}", **dict.fromkeys(("delta_nats", "delta_low", "delta_high"), "{:+.4f}")}
 
 
 def _cell(value: object, form: str) -> str:

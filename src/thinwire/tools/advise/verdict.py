@@ -56,17 +56,17 @@ def losses_of(record: Record, source: str) -> dict[str, Loss]:
 
 def _paired(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
     """An arm of `thinwire rehearse` or of the loss study, which has the feedback that compress_ddp adds by itself."""
-    arm, half = str(row["arm"]), row["gap_half"]
-    if half is None or row.get("control") or arm in ("fp32", "none", "null"):
+    arm = str(row["arm"])
+    gap = pairs.Difference.of(row)
+    if gap.half is None or row.get("control") or arm in ("fp32", "none", "null"):
         return
     try:
         adaptive = row["optimizer"] in _ADAMS
         feedback = Scheme("two_phase", codec(arm)).feedback(TrainingJob(1, 0.0, adaptive=adaptive))
     except CodecError:  # a peer, such as powersgd4
         feedback = "none"
-    size = int(column(row, "weights")) if row.get("weights") else None
-    numbers = column(row, "gap_nats", -1e18), column(row, "gap_half", 0.0), int(column(row, "seeds"))
-    yield recommend.name(arm, feedback), Loss(*numbers, size, source)
+    size = int(column(row, "params")) if row.get("params") else None
+    yield recommend.name(arm, feedback), Loss(gap.mean, gap.half, int(column(row, "seeds")), size, source)
 
 
 def trained(row: Row, source: str) -> Iterator[tuple[str, Loss]]:

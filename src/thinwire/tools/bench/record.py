@@ -47,9 +47,15 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("loss_log_ratio", "noise_floor", "val_gap_nats", "step_ms", "compute_ms"),
         *("speedup_plain", "speedup_bf16", "bytes_per_step"),
     ),
-    "loss": ("size", "optimizer", "arm", "bits", "world", "seeds", "val_loss", "gap_nats", "gap_half", "more_tokens"),
+    "loss": (
+        *("size", "optimizer", "parallel", "arm", "bits", "params", "world", "seeds", "val_loss", "fp32_val_nats"),
+        *("delta_nats", "delta_low", "delta_high", "tokens_more_percent"),
+    ),
     "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
-    "exact": ("optimizer", "rate", "changed", "entropy_bits", "wire_bits", "times_entropy", "index_value_bits"),
+    "exact": (
+        *("optimizer", "rate", "step", "changed_share", "entropy_bits", "bits", "bits_index_value", "bits_zstd"),
+        *("bits_xor_zstd", "encode_gb_s", "decode_gb_s", "backend", "threads"),
+    ),
     "link": ("world", "link", "backend", "nbytes", *TIMES, "gbit_per_s"),
     "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
 }

@@ -51,17 +51,17 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
         10,
     ),
     "loss": (
-        "gap: validation loss less fp32's of the same seed, in nats, and half of its 95 % interval; more tokens: what "
+        "delta: validation loss less fp32's of the same seed, in nats; low, high: its 95 % interval; more tokens: what "
         "fp32 would save for the same loss; null: fp32 with a relative noise of 1e-6",
         (
-            *texts("size", "optimizer", "weights", "tokens", "world", "seeds", "arm"),
+            *texts("size", "optimizer", "parallel", "params", "tokens", "world", "seeds", "arm"),
             Column("bits", "bits", fixed(2)),
             Column("val. loss", "val_loss", fixed(4)),
-            Column("gap", "gap_nats", fixed(4, "+")),
-            Column("±", "gap_half", fixed(4)),
-            Column("more tokens", "more_tokens", percent),
+            Column("delta", "delta_nats", fixed(4, "+")),
+            *(Column(end, f"delta_{end}", fixed(4, "+")) for end in ("low", "high")),
+            Column("more tokens, %", "tokens_more_percent", fixed(1)),
         ),
-        7,
+        8,
     ),
     "link": (
         "Messages that all ranks send at once, each to the next rank; p20, p80: percentiles of the rounds",
