@@ -16,7 +16,7 @@ from thinwire.tools.bench.record import Record, conditions, write
 
 Found = Mapping[str, Any]
 GROUP = ("size", "optimizer", "world", "text")
-# What the runs of every row share, from the runs themselves.
+# From the last run, not from where the record is made.
 FROM_RUNS = ("device", "torch", "commit")
 
 
@@ -87,7 +87,9 @@ def recorded(found: Sequence[Found]) -> Record:
     """A record of kind "loss"; its conditions are those of the runs."""
     import torch
 
-    shared = {name: "+".join(sorted({str(one[name]) for one in found})) for name in FROM_RUNS}
+    shared = {name: found[-1][name] for name in FROM_RUNS}
+    shared |= dict.fromkeys(("triton", "python", "cpu", "threads"))  # runs do not keep them
+    shared["command"] = "python -m benchmarks.loss.curve benchmarks/loss/RUNS.jsonl --json FILE"
     rows = [row for group in groups(found) if any(o["arm"] == arms.FP32 for o in group) for row in rows_of(group)]
     return Record("loss", {**conditions(torch.device("cpu")), **shared}, rows)
 
