@@ -171,7 +171,8 @@ def proven() -> str:
 
 def _is_evidence(row: record.Row) -> bool:
     """`advise` does not ask about Muon; classifiers have no validation loss; rehearsals are of one script each."""
-    return row["optimizer"] != "muon" and row.get("params", 0) is not None and row.get("task") not in ("digits", "mlp", "wide")
+    asked = row["optimizer"] != "muon" and row.get("params", 0) is not None
+    return asked and row.get("task") not in ("digits", "mlp", "wide")
 
 
 def _rounded(seconds: float) -> float:
