@@ -27,22 +27,27 @@ def inner(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def resolve(group: object) -> dist.ProcessGroup:
-    """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension."""
+    """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension; see `inner`."""
+    return inner(listed(group))
+
+
+def listed(group: object) -> dist.ProcessGroup:
+    """The same as torch lists it: Dynamo, which traces this, refuses to look for what a group has inside."""
     if group is None:
         if not dist.is_initialized():
             raise CollectiveError("there is no process group yet: call torch.distributed.init_process_group first")
         world = dist.group.WORLD
         assert world is not None
-        return inner(world)
+        return world
     if isinstance(group, dist.ProcessGroup):
-        return inner(group)
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise CollectiveError(
                 f"expected a DeviceMesh of one dimension, got {group.ndim}: "
                 "slice it (mesh['dp']), or all_reduce with algorithm='hierarchical' on a mesh of two"
             )
-        return inner(group.get_group())
+        return group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise CollectiveError("this rank is not a member of the group; only its members may call")
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
