@@ -114,7 +114,7 @@ def all_to_all_single(
 
 
 def _spelled(group: groups.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
-    name: str = groups.listed(group).group_name
+    name: str = groups.resolve(group).group_name
     forth = codec if isinstance(codec, str) else _text(codec)
     if backward_codec is None:
         return name, forth, forth

@@ -21,33 +21,33 @@ group_all_to_all: Any = getattr(_GROUP, "all_to_all_single", None) or _GROUP.all
 
 
 def inner(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group inside one that compresses by itself (thinwire.group); any other is its own."""
+    """The group inside one that compresses by itself (thinwire.group); any other is its own.
+
+    While Dynamo traces a function, which may not look inside a group, every group is its own.
+    """
+    if torch.compiler.is_compiling():
+        return group
     found: dist.ProcessGroup = getattr(group, "inner", group)
     return found
 
 
 def resolve(group: object) -> dist.ProcessGroup:
     """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension; see `inner`."""
-    return inner(listed(group))
-
-
-def listed(group: object) -> dist.ProcessGroup:
-    """The same as torch lists it: Dynamo, which traces this, refuses to look for what a group has inside."""
     if group is None:
         if not dist.is_initialized():
             raise CollectiveError("there is no process group yet: call torch.distributed.init_process_group first")
         world = dist.group.WORLD
         assert world is not None
-        return world
+        return inner(world)
     if isinstance(group, dist.ProcessGroup):
-        return group
+        return inner(group)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise CollectiveError(
                 f"expected a DeviceMesh of one dimension, got {group.ndim}: "
                 "slice it (mesh['dp']), or all_reduce with algorithm='hierarchical' on a mesh of two"
             )
-        return group.get_group()
+        return inner(group.get_group())
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise CollectiveError("this rank is not a member of the group; only its members may call")
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
