@@ -253,6 +253,13 @@ def test_what_has_a_rule_has_the_bits_of_the_verbs(ranks: RankPool, world: int, 
     assert all(one == found[0] for one in found)
 
 
+def test_every_call_of_torch_is_defined() -> None:
+    """See [Note: Inner group]: with the GIL held, a barrier waited for a thread of gloo that waited for the GIL."""
+    calls = [name for name in dir(dist.ProcessGroup) if "Work" in str(getattr(dist.ProcessGroup, name).__doc__)]
+    assert {"barrier", "reduce", "allreduce"} <= set(calls)
+    assert set(calls) - set(vars(ThinwireGroup)) <= {"_register_on_completion_hook", "reconfigure"}
+
+
 # --- works, windows, lists, ends --------------------------------------------------------------------------------------
 
 

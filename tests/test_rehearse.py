@@ -222,6 +222,8 @@ def test_models_it_does_not_take() -> None:
     wrapped.module = network(8)
     with pytest.raises(CollectiveError, match="the model that DDP wraps"):
         thinwire.rehearse(wrapped, "int8")
+    with pytest.raises(CollectiveError, match="steps none of them"):
+        thinwire.rehearse(network(8), "lloyd2", optimizer=torch.optim.SGD(network(8).parameters(), 0.1))
     model = network(8)
     model.register_parameter("phase", torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     with pytest.raises(CollectiveError, match="these are complex"):

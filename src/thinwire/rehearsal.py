@@ -35,7 +35,15 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Memories
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
-from thinwire.integrations.choice.options import Auto, CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
+from thinwire.integrations.choice.options import (
+    Auto,
+    CodecChoice,
+    DDPKeywords,
+    DDPOptions,
+    check_known,
+    check_stepped,
+    spelled_out,
+)
 from thinwire.integrations.ddp import gradients_of
 from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
 from thinwire.integrations.stats import SECONDS, Handle, Stats, StepErrors, Tally
@@ -245,6 +253,7 @@ class Rehearsal(Handle):
             raise CollectiveError("rehearse plays DDP's ranks in one process: pass the model that DDP wraps")
         if odd := [name for name, p in model.named_parameters() if p.is_complex()]:
             raise CollectiveError(f"rehearse takes real parameters, these are complex: {', '.join(odd)}")
+        check_stepped(model, options.optimizer)
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
         self._options = options

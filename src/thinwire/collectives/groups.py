@@ -25,7 +25,7 @@ def inner(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     While Dynamo traces a function, which may not look inside a group, every group is its own.
     """
-    if torch.compiler.is_compiling():
+    if type(group) is dist.ProcessGroup or torch.compiler.is_compiling():
         return group
     found: dist.ProcessGroup = getattr(group, "inner", group)
     return found

@@ -1,10 +1,10 @@
 """A process group that compresses by itself: init_process_group("cpu:thinwire"), "cuda:thinwire" or both.
 
 [Note: Inner group] Inside is a plain group of gloo and NCCL that nobody else uses. Calls for which there is a rule go
-to thinwire's verbs on it, all others to torch's own; what this class does not define (barriers, gather, scatter,
-reduce) torch runs on the same backends. thinwire's verbs, compress_ddp and compress_fsdp take the inner group of such a
-group (`groups.resolve`), so nothing is compressed twice. There is no error feedback: a call does not say whose numbers
-it has.
+to thinwire's verbs on it, all others to torch's own. Every call of torch's is defined here: one that is not, torch
+would run on the same backends, but with the GIL held, while gloo's threads may need it to free a tensor. thinwire's
+verbs, compress_ddp and compress_fsdp take the inner group of such a group (`groups.resolve`), so nothing is compressed
+twice. There is no error feedback: a call does not say whose numbers it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from thinwire.collectives import (
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
-from thinwire.collectives.hierarchical import fewest_roundings
+from thinwire.collectives.hierarchical import flat_algorithm
 from thinwire.collectives.point_to_point import Letter, start
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
@@ -93,7 +93,6 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         self.inner = inner
         self.rules = rules
         self._alone = inner.size() == 1
-        self._sum: Any = fewest_roundings(inner.size())
         self._window: _Window | None = None
         torch_internals.adopt(self, inner)
         torch_internals.enter_ranks(inner, world_ranks)
@@ -115,14 +114,14 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         codec = self._codec("all_reduce", tensors) if _sums(opts) and not more and not named else None
         if codec is None:
             return self._plain(self.inner.allreduce, tensors, opts, *more, **named)
-        how: Any = {"codec": codec, "algorithm": self._summing(codec)}
+        how: Any = {"codec": codec, "algorithm": flat_algorithm("auto", [codec], self.size())}
         return self._started(all_reduce(tensors[0], _op(opts), self.inner, _is_async(opts), **how))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         codec = self._codec("all_reduce", tensors, several=True) if _sums(opts) else None
         if codec is None:
             return self._plain(self.inner.allreduce_coalesced, tensors, opts)
-        how: Any = {"codec": codec, "algorithm": self._summing(codec)}
+        how: Any = {"codec": codec, "algorithm": flat_algorithm("auto", [codec], self.size())}
         return self._started(all_reduce_coalesced(tensors, _op(opts), self.inner, _is_async(opts), **how))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -267,9 +266,6 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         alike = (t.layout == torch.strided and t.dtype == first.dtype and t.device == first.device for t in tensors)
         return codec if all(alike) else None
 
-    def _summing(self, codec: Codec) -> Any:
-        return self._sum if codec.recodes else "one_shot"
-
     def _plain(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """torch's own call, of which options that were not given are left out."""
         return self._noted(call(*args[: -1 if args[-1] is None else None], **named))
@@ -286,6 +282,12 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         return Together([call(output, input, opts) for output, input in zip(outputs, inputs, strict=True)])
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **named: self._noted(getattr(self.inner, name)(*args, **named))
+
+
+for _name in ("allgather_coalesced", "barrier", "gather", "gather_into_tensor", "gather_single", "reduce", "scatter"):
+    setattr(ThinwireGroup, _name, _forwarded(_name))  # never compressed
 for _new, _old in torch_internals.OLDER.items():
     setattr(ThinwireGroup, _old, getattr(ThinwireGroup, _new))
 

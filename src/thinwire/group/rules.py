@@ -24,7 +24,7 @@ class GroupRule:
 
     operation: str  # one of OPERATIONS; send is of both ends of a message
     codec: Codec
-    least: int = 1  # elements of the largest tensor of a call; smaller calls travel as they are
+    least: int = 1  # elements of a call, all its tensors together; smaller calls travel as they are
     dtype: torch.dtype | None = None  # None: all of DTYPES
 
     def __post_init__(self) -> None:

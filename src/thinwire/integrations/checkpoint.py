@@ -12,9 +12,9 @@ import functools
 import io
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -134,12 +134,23 @@ def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGrou
 def write(path: Path, state: State) -> None:
     """Write a state to a file in one move: a process that is killed leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")  # what a killed process left of it is overwritten
-    with new.open("wb") as file:
+    with replacing(path) as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which replaces `path` as a whole at the end; after an error nothing is left of it."""
+    new = path.with_name(f".{path.name}.new")  # what a killed process left of it is overwritten
+    try:
+        with new.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

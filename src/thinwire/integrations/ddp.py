@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from thinwire.collectives import checks, groups, torch_verbs
 from thinwire.collectives.channel import wait_in
@@ -23,8 +22,15 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.choice import Chooser
-from thinwire.integrations.choice.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
-from thinwire.integrations.models import Names, ParameterNames, bare_optimizer, find_ddp, living, plain_name
+from thinwire.integrations.choice.options import (
+    CodecChoice,
+    DDPKeywords,
+    DDPOptions,
+    check_known,
+    check_stepped,
+    spelled_out,
+)
+from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.stats import Handle, Stats
 from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
@@ -349,7 +355,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
             "DDP has a communication hook of its own for optimizers that step in backward: do not use "
             "_apply_optimizer_in_backward, but call the optimizer's step()"
         )
-    _check_optimizers(ddp_model, options.get("optimizer"))
+    check_stepped(ddp_model.module, options.get("optimizer"))
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
     switch = _switches.get(ddp_model)
     if switch is None:
@@ -364,18 +370,6 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     if state.rank == 0 and (hint := _mesh_hint(state)):
         announce_once(hint)
     return state
-
-
-def _check_optimizers(ddp_model: DistributedDataParallel, given: Any) -> None:
-    """Raise if optimizers are passed that step none of the model's parameters."""
-    listed = given if isinstance(given, list | tuple) else [given]
-    found = [one for one in (bare_optimizer(each, whole=True) for each in listed) if isinstance(one, Optimizer)]
-    stepped = {id(parameter) for one in found for settings in one.param_groups for parameter in settings["params"]}
-    if found and stepped.isdisjoint(map(id, ddp_model.module.parameters())):
-        raise CollectiveError(
-            "optimizer= must step the model's parameters, and steps none of them: pass the one made of "
-            "model.parameters(); where it steps copies of them, pass 'adaptive' or 'linear'"
-        )
 
 
 def _mesh_hint(state: DDPState) -> str:

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import struct
-import tempfile
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import exact
 from thinwire.errors import CollectiveError, WireError
+from thinwire.integrations import checkpoint
 from thinwire.integrations.models import describe, plain_name
 from thinwire.wire import EXACT_DTYPES
 
@@ -156,7 +156,9 @@ class WeightPublisher:
         else:
             self._history.append((self.version, message))
         if to is not None:
-            _write(Path(to) if self._part.parts == 1 else Path(f"{os.fspath(to)}.{self._part.number}"), message)
+            path = to if self._part.parts == 1 else f"{os.fspath(to)}.{self._part.number}"
+            with checkpoint.replacing(Path(path)) as file:
+                file.write(message)
         if group is not None:
             _exchange(message if self._part.is_sent else b"", group)
         return message
@@ -481,20 +483,6 @@ def _messages(update: Update) -> list[WeightMessage]:
     return found
 
 
-def _write(path: Path, message: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(message)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         box = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))]
@@ -503,21 +491,16 @@ def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
 
 def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """The messages of all ranks of a group that have one."""
-    on_gpu = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = checkpoint.device_of(group)
     length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
     found = []
     for rank, size in enumerate(int(one) for one in lengths):
         if size:
-            is_own = rank == dist.get_rank(group)
-            data = (
-                torch.frombuffer(bytearray(message), dtype=torch.uint8)
-                if is_own
-                else torch.empty(size, dtype=torch.uint8)
-            )
-            data = data.to(device)
+            data = torch.empty(size, dtype=torch.uint8, device=device)
+            if rank == dist.get_rank(group):
+                data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
             dist.broadcast(data, group=group, group_src=rank)
             found.append(_bytes(data))
     return found

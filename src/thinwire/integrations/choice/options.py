@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -278,9 +278,7 @@ class DDPOptions:
 
     @property
     def optimizers(self) -> Sequence[Optimizer | str]:
-        given: Any = [] if self.optimizer is None else self.optimizer
-        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-        return [bare_optimizer(one) for one in listed]
+        return [bare_optimizer(one) for one in _listed(self.optimizer)]
 
     @property
     def family(self) -> str | None:
@@ -360,3 +358,21 @@ def spelled_out(function: Function) -> Function:
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """Optimizers as they are passed: none, one or several."""
+    if given is None:
+        return []
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def check_stepped(model: nn.Module, given: Optimizers) -> None:
+    """Raise if optimizers are passed that step none of the model's parameters."""
+    found = [one for one in (bare_optimizer(each, whole=True) for each in _listed(given)) if isinstance(one, Optimizer)]
+    stepped = {id(parameter) for one in found for settings in one.param_groups for parameter in settings["params"]}
+    if found and stepped.isdisjoint(map(id, model.parameters())):
+        raise CollectiveError(
+            "optimizer= must step the model's parameters, and steps none of them: pass the one made of "
+            "model.parameters(); where it steps copies of them, pass 'adaptive' or 'linear'"
+        )
