@@ -502,22 +502,29 @@ def test_threads_end_with_the_groups_whoever_holds_them(ranks: RankPool, kind: s
 # --- callbacks, forks, and the end of a process -----------------------------------------------------------------------
 @on_ranks(2)
 def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(group: Group) -> None:
-    """A callback that waits for its own group, and one that only starts something."""
-    member, x = dist.new_group(), torch.ones(500)
-    thinwire.all_reduce(x, group=member, **HOW)
-    later: list[Any] = []
-
-    def waits(done: object) -> None:
+    """A callback that waits for its own group, and one that only starts something: on each rank in turn."""
+    member = dist.new_group()
+    thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    for chosen in range(2):
         y = torch.full((500,), 127.0)
-        later.append(failure(lambda: thinwire.all_reduce(y, group=member, **HOW)))
-        later.append(thinwire.all_reduce(y, group=member, async_op=True, **HOW))
+        refused: list[object] = []
 
-    work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
-    work.get_future().then(waits).wait()
-    later[1].wait()
-    text, values = str(later[0]), later[1].result()[0][:2].tolist()
-    assert "a callback of a future waits for a collective of its own group" in text
-    assert values == [508.0, 508.0]
+        def waits(done: object, y: Tensor = y, refused: list[object] = refused) -> Any:
+            refused.append(failure(lambda: thinwire.all_reduce(y, group=member, **HOW)))
+            return thinwire.all_reduce(y, group=member, async_op=True, **HOW)
+
+        if group.rank() == chosen:  # the call cannot end before the other rank comes
+            work: Any = thinwire.all_reduce(torch.ones(500), group=member, async_op=True, **HOW)
+            started = work.get_future().then(waits)
+            dist.barrier()
+            started.wait().wait()
+            assert "a callback of a future waits for a collective of its own group" in str(refused[0])
+        else:
+            dist.barrier()
+            thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+            for _ in range(2):  # also the one whose end must not be waited for
+                thinwire.all_reduce(y, group=member, **HOW)
+        assert y[:2].tolist() == [508.0, 508.0]
 
 
 @on_ranks(2, gives=[7, 7])
