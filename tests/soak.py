@@ -8,8 +8,8 @@ come late. Every result is compared to the bit with tests/defined.py, which comp
 ten by the slow reference; what all ranks hold alike is also compared between them. In episodes with a fault one rank is
 killed or stopped at a random moment, has no memory left, or makes another call than the others. The others must raise
 an error that names the group, in time; those that lost a rank then form a smaller group and go on, and new ranks are
-started. Other episodes train with FSDP2, HSDP and DiLoCo, twice, with ranks that come late at other moments: both must
-end with the same bits, on all ranks.
+started. Other episodes train with FSDP2, HSDP and DiLoCo, and publish weights as exact differences, twice, with ranks
+that come late at other moments: both must end with the same bits, on all ranks.
 
 Mismatches are wrong results and wrong errors. Hangs are ranks that gave no answer. Leaks are files, threads and memory
 that ranks hold beyond what they held after their first episodes. All three must be 0, else the exit status is 1.
@@ -275,10 +275,10 @@ def step(model: DistributedDataParallel, seed: int) -> str:
 
 
 def train(group: Group, seed: int) -> Told:
-    """FSDP2 and DiLoCo, each twice."""
+    """FSDP2, DiLoCo and a publisher of weights, each twice."""
     told = Told(pid=os.getpid(), held=held())
     member = dist.new_group()
-    for trained in (sharded, averaged):
+    for trained in (sharded, averaged, published):
         ends = [trained(member, seed, random.Random(seed + 16 * turn + group.rank())) for turn in range(2)]
         told.calls += 2 * STEPS
         if ends[0] != ends[1]:
@@ -317,6 +317,23 @@ def averaged(group: Group, seed: int, lateness: random.Random) -> str:
     return digest(*model.parameters())
 
 
+def published(group: Group, seed: int, lateness: random.Random) -> str:
+    """Steps of one rank, whose weights the others follow; all weights at the end."""
+    rng = random.Random(seed)
+    model, trainer = layers(rng).to(rng.choice((torch.float32, torch.bfloat16))), rng.randrange(group.size())
+    optimizer = torch.optim.Adam(model.parameters(), 10 ** rng.uniform(-6, -2))
+    if group.rank() == trainer:
+        publisher = thinwire.WeightPublisher(model)
+        for at in range(STEPS):
+            train_step(model, optimizer, seed + 4 * at, lateness)
+            publisher.publish(group=group)
+    else:
+        subscriber = thinwire.WeightSubscriber(model)
+        for _ in range(STEPS):
+            subscriber.receive(group)
+    return digest(*model.parameters())
+
+
 def layers(rng: random.Random) -> nn.Sequential:
     torch.manual_seed(rng.randrange(1 << 30))
     wide = rng.randrange(1, 300)
@@ -326,7 +343,8 @@ def layers(rng: random.Random) -> nn.Sequential:
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, lateness: random.Random) -> None:
     if lateness.random() < LATE:
         time.sleep(lateness.random() * 0.03)
-    model(torch.randn(5, 7, generator=seeded(seed))).square().sum().backward()
+    inputs = torch.randn(5, 7, generator=seeded(seed)).to(next(model.parameters()).dtype)
+    model(inputs).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 

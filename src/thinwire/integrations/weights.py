@@ -126,6 +126,8 @@ class WeightPublisher:
     ) -> None:
         if dtype is not None and dtype not in EXACT_DTYPES:
             raise CollectiveError(f"weights are published as {', '.join(map(str, EXACT_DTYPES))}, got dtype={dtype}")
+        if history < 0:
+            raise CollectiveError(f"history= is how many updates are kept, 0 or more, got {history}")
         self.version = 0  # of what was published last; 0 before that
         self._model = model
         self._dtype = dtype
