@@ -248,7 +248,7 @@ class Gatherer:
         """See [Note: Exact weights]."""
         plain_bytes = (group.size() - 1) * input.nbytes
         kept = self.copy.tensor
-        if kept is None or kept.dtype != input.dtype or group.size() == 1:
+        if kept is None or group.size() == 1:
             gather_exactly(output, input, group)
             self._tally.sent(plain_bytes, plain_bytes)
             self.copy.tensor = output.detach().clone() if group.size() > 1 else None
