@@ -136,16 +136,13 @@ MANY = [
     *(Setup(F16), Setup(), Setup(stored=BF16), Setup(BF16, passes=2)),
     *(Setup(BF16, gradients="lloyd4"), Setup(BF16, gradients="int8", reshard=False)),
 ]
+REPLICATED = [Setup(BF16, replicated=True, gradients=gradients) for gradients in ("none", "int8")]
 
 
 @pytest.mark.parametrize(
     ("world", "setups"),
     [
-        *(
-            (2, FEW + MANY),
-            (3, FEW),
-            (4, [*FEW, *(Setup(BF16, replicated=True, gradients=g) for g in ("none", "int8"))]),
-        ),
+        *((2, FEW + MANY), (3, FEW), (4, FEW + REPLICATED)),
         *thorough((3, MANY), (4, MANY)),
     ],
 )
