@@ -451,7 +451,8 @@ BY_NAME = {way.name: way for way in WAYS + MORE}
 
 
 def compare(group: Group, name: str, with_none: bool) -> tuple[str, list[str], int]:
-    """Digests of what plain FSDP2 makes of it, and of what compress_fsdp's messages do, and a model of codec "none".
+    """Digests of what plain FSDP2 makes of it, and of what compress_fsdp's messages do, a model of codec "none", and
+    one with exact weights.
 
     Messages hold weights that bf16 holds exactly and, where a sum is of two numbers, gradients as they are.
     """
@@ -467,6 +468,7 @@ def compare(group: Group, name: str, with_none: bool) -> tuple[str, list[str], i
     found = []
     if with_none:
         found.append(way.run(group, lambda model, **options: compress_fsdp(model, "none", **options)))
+    found.append(way.run(group, lambda model, **options: compress_fsdp(model, "none", "exact", **options)))
     with mock.patch.object(rows, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
         found.append(way.run(group, in_messages))
     return digest(*plain), [digest(*tensors) for tensors in found], sum(h.stats().bytes_sent for h in handles)

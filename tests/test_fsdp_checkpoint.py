@@ -27,6 +27,7 @@ STEPS = 3
 CLASSIC: Options = {"gradients": "lloyd2", "feedback": "classic"}
 EF21: Options = {"gradients": "lloyd2", "feedback": "ef21"}
 COPIES: Options = {"gradients": "lloyd4", "weights": "lloyd4", "replica": True}
+EXACT: Options = {"gradients": "lloyd4", "weights": "exact"}
 NARROW: Options = {**CLASSIC, "residual_dtype": torch.bfloat16}
 AUTO: Options = {"gradients": "auto:3", "optimizer": "adaptive"}
 OFTEN: Options = {**AUTO, "replan_every": 1}
@@ -127,8 +128,8 @@ def test_a_rank_finds_its_own_among_the_states_of_all(ranks: RankPool, options: 
 @pytest.mark.parametrize(
     ("world", "replicated", "runs"),
     [
-        *((3, False, [CLASSIC, COPIES, NARROW]), (4, True, [EF21, AUTO])),
-        *thorough((3, False, [EF21, AUTO]), (4, True, [CLASSIC, COPIES, NARROW])),
+        *((3, False, [CLASSIC, COPIES, NARROW, EXACT]), (4, True, [EF21, AUTO])),
+        *thorough((3, False, [EF21, AUTO]), (4, True, [CLASSIC, COPIES, NARROW, EXACT])),
     ],
     ids=["shards", "replicas", "shards, the others", "replicas, the others"],
 )

@@ -38,6 +38,7 @@ class Stats:
     residual_bytes: int  # memory of the feedback
     scratch_bytes: int  # memory of wires in flight, shared by everything on this group
     replica_bytes: int = 0  # memory of the copies of weights that differences are sent to
+    plain_weights: int = 0  # messages of weights="exact" of which the difference was not shorter than the weights
 
     @property
     def ratio(self) -> float:
@@ -82,6 +83,7 @@ class Tally:
     bytes_sent: int = 0
     bytes_plain: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
+    plain_weights: int = 0
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
     notes: list[Tensor] = field(default_factory=list)  # of programs: (the last chunk not finite, how many were) of each

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Final, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; smaller tensors travel in 16 bits: their blocks would hardly fill a scale
 Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
 CodecLike = str | Codec
+EXACT: Final = "exact"  # weights of FSDP2 as exact differences
+Weights = Codec | Literal["exact"]
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
@@ -326,11 +328,16 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
     """Raise if an option of compress_ddp or compress_fsdp is wrong for any model."""
     for name in ("inside", "weights"):
         if name in options:
-            registry.codec(options[name])
+            codec_of_weights(options[name]) if name == "weights" else registry.codec(options[name])
     by_model = ("inside", "weights", "replica", "mesh")
     rest = {name: value for name, value in options.items() if name not in by_model}
     check_known("compress_ddp", DDPKeywords, rest)
     DDPOptions(codec, **rest)
+
+
+def codec_of_weights(weights: CodecLike) -> Weights:
+    """The codec of FSDP2's weights, or EXACT."""
+    return EXACT if isinstance(weights, str) and weights.strip() == EXACT else registry.codec(weights)
 
 
 def given(**options: Any) -> dict[str, Any]:

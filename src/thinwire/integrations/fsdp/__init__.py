@@ -22,12 +22,15 @@ from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice import Chooser, bits_of, leaves
 from thinwire.integrations.choice.options import (
+    EXACT,
     CodecChoice,
     CodecLike,
     DDPOptions,
     Rules,
     SharedKeywords,
+    Weights,
     check_known,
+    codec_of_weights,
     spelled_out,
 )
 from thinwire.integrations.fsdp import checkpoint
@@ -52,7 +55,7 @@ _NARROW = 8  # bits of weights; with fewer, rounding them at every step costs ac
 class FSDPState(Handle):
     """Compression of one FSDP2 model: the result of `compress_fsdp`."""
 
-    def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Weights) -> None:
         super().__init__()
         self.weights = weights
         self._groups = list(groups)
@@ -95,8 +98,7 @@ class FSDPState(Handle):
         for group in self._groups:
             gather = None
             if not isinstance(self.weights, Identity):
-                narrow = bits_of(self.weights) < _NARROW
-                kept = replica if replica is not None else narrow and group.keeps_weights
+                kept = replica if replica is not None else _is_narrow(self.weights) and group.keeps_weights
                 gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
@@ -194,6 +196,7 @@ class FSDPState(Handle):
             bytes_sent=own.bytes_sent + shards.bytes_sent,
             bytes_plain=own.bytes_plain + shards.bytes_plain,
             replica_bytes=replicas,
+            plain_weights=self._sync.tally.plain_weights,
         )
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -261,6 +264,22 @@ def _no_less(inside: Codec, across: CodecLike) -> Codec:
     return found if isinstance(found, Identity) else inside
 
 
+def _is_narrow(weights: Weights) -> bool:
+    return weights != EXACT and bits_of(weights) < _NARROW
+
+
+def _check_exact(groups: Sequence[ParameterGroup], replica: bool | None) -> None:
+    """Raise where weights="exact" is not to be had."""
+    if replica is False:
+        raise CollectiveError("weights='exact' sends differences to copies on all ranks: leave out replica=False")
+    elsewhere = next((group.device for group in groups if group.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise CollectiveError(
+            f"weights='exact' runs on the CPU, and this model communicates on {elsewhere}: take weights='int8' there, "
+            "or weights='none', which is exact as well"
+        )
+
+
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """Gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -290,7 +309,8 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences (`replica`).
+        copy of all weights and receive differences (`replica`). "exact", on the CPU: they always do, and lose nothing,
+        so that weights have the bits of plain FSDP2.
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
         codec and optimizer, as for compress_ddp.
@@ -316,10 +336,13 @@ def compress_fsdp(
         asked = replace(asked, feedback="none")
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} requires replicas of shards: pass fully_shard a 2-D mesh")
-    gathered = registry.codec(weights)
-    checks.check_recodes(leaves(gathered), "weights=")
+    gathered = codec_of_weights(weights)
     if not isinstance(replica, bool | None):
         raise CollectiveError(f"replica must be True, False or None, got {replica!r}")
+    if gathered == EXACT:
+        _check_exact(groups, replica)
+    else:
+        checks.check_recodes(leaves(gathered), "weights=")
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(groups, asked, within, gathered)
@@ -327,7 +350,7 @@ def compress_fsdp(
     for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
         Call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
     state._install(Rules(asked.exempt, None), replica)
-    if bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
+    if _is_narrow(gathered) and not all(g.differences for g in state._gatherers):
         warnings.warn(
             f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
             "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",

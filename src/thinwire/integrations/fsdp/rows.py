@@ -6,6 +6,11 @@ all ranks.
 [Note: Differences] Rounding a weight makes the same error at every step, which matters below 8 bits. If every rank
 keeps what it gathered last, the owner of a shard sends the difference: it is small, and what one message loses is in
 the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
+
+[Note: Exact weights] Differences in bits (thinwire.exact) lose nothing, so a copy is what plain FSDP2 has gathered,
+whoever changed the weights and when. Every gather asks for what changed, also one for the backward pass. A piece, some
+parameters' part of a row, has two messages: the length of its wire, and the wire. A length of 0 says that nothing has
+changed; that of the numbers, that they travel as they are, since a difference is not shorter.
 """
 
 import itertools
@@ -15,19 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire import feedback
+from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.channel import MOST_KINDS
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import MOST_KINDS, channel_of
+from thinwire.collectives.chunks import Desk, Flat
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import RowMessage, Watched
+from thinwire.collectives.pipeline import Operation, Setting
+from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.transport import Stages
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
-from thinwire.integrations.choice.options import DDPOptions, Rules
+from thinwire.integrations.choice.options import EXACT, DDPOptions, Rules, Weights
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
 from thinwire.integrations.sync import BucketPlan, GradientSync
 from thinwire.kernels.rows import Bad
+from thinwire.wire import EXACT_BLOCK
 
 _MANY = 1 << 20  # elements, to compare the bytes of a codec with the numbers themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
@@ -203,14 +214,15 @@ def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
 class Gatherer:
     """Gathers the weights of one parameter group, rounded, or their differences: see [Note: Differences]."""
 
-    def __init__(self, group: ParameterGroup, codec: Codec, rules: Rules, tally: Tally, *, differences: bool) -> None:
+    def __init__(self, group: ParameterGroup, codec: Weights, rules: Rules, tally: Tally, *, differences: bool) -> None:
         self._group = group
         self._parameters = group.parameters()
         self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
+        self._pieces = _pieces([parameter.numel for parameter in self._parameters])
         self._codec = codec
         self._rules = rules
         self._tally = tally
-        self.differences = differences
+        self.differences = differences and codec != EXACT  # rounded ones: a plain gather replaces an exact copy
         self.copy = feedback.RowCopy()  # of the last rows of all ranks
         self.sent = 0  # gathers of differences; the first was exact
         self._rank = 0
@@ -224,11 +236,32 @@ class Gatherer:
         if input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
             self._tally.sent(plain_bytes, plain_bytes)
             return False
-        if not self.differences:
+        if self._codec == EXACT:
+            self._send_exactly(output, input, group)
+        elif not self.differences:
             self._send(output, input, group, 0)
         else:
             self._send_differences(output, input, group)
         return True
+
+    def _send_exactly(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+        """See [Note: Exact weights]."""
+        plain_bytes = (group.size() - 1) * input.nbytes
+        kept = self.copy.tensor
+        if kept is None or group.size() == 1:
+            gather_exactly(output, input, group)
+            self._tally.sent(plain_bytes, plain_bytes)
+            self.copy.tensor = output.detach().clone() if group.size() > 1 else None
+            return
+        text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
+        call = Call(channel_of(group, input.device), text)
+        plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
+        operation = ExactGather(call.setting(plan, self.sent), input, kept, self._pieces)
+        call.channel.run(operation, call.site, async_op=False)
+        output.copy_(kept)
+        self._tally.sent(operation.sent_bytes, plain_bytes)
+        self._tally.plain_weights += operation.plain
+        self.sent += 1
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         plain_bytes = (group.size() - 1) * input.nbytes
@@ -291,12 +324,67 @@ class Gatherer:
 
     def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
         specs = []
+        assert isinstance(self._codec, Codec)
         for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
             specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
         columns = Columns(found, self._width, like.device)
         return columns, RowMessage([lane.spec for lane in found], like, group)
+
+
+class ExactGather(Operation):
+    """copy = the rows of all ranks, exactly: see [Note: Exact weights]. A chunk is a piece."""
+
+    def __init__(self, setting: Setting, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
+        super().__init__(setting, len(pieces), [Flat([copy])], [Flat([row])])
+        self._new_P = row.detach().split(pieces)
+        self._old_WP = [kept.split(pieces) for kept in copy.view(setting.link.world, -1)]
+        self.sent_bytes = 0
+        self.plain = 0  # pieces of this rank that travelled as they are
+
+    def chunk(self, index: int, desk: Desk) -> Stages:
+        """Encode, send and decode a piece."""
+        rank, world = self._link.rank, self._link.world
+        new = self._new_P[index]
+        old_W = [old_P[index] for old_P in self._old_WP]
+        own = _difference(new, old_W[rank])
+        lengths_W = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
+        lengths_W[rank].fill_(own.numel())
+        yield self._link.gather([length.view(torch.uint8) for length in lengths_W], self._tags[0])
+        wires_W = [new.new_empty(int(length), dtype=torch.uint8) for length in lengths_W]
+        wires_W[rank] = own
+        yield self._link.gather(wires_W, self._tags[0] + 1)
+        self.sent_bytes += (world - 1) * (lengths_W[rank].nbytes + own.nbytes)
+        self.plain += own.nbytes == new.nbytes
+        old_W.pop(rank).copy_(new)
+        del wires_W[rank]
+        for wire, old in zip(wires_W, old_W, strict=True):
+            if wire.nbytes == old.nbytes:
+                old.view(torch.uint8).copy_(wire)
+            elif wire.nbytes:
+                old.copy_(exact.decode(wire, old))
+
+
+def _difference(new: Tensor, old: Tensor) -> Tensor:
+    """The wire of a piece: nothing if it has not changed, the numbers themselves if a difference is not shorter."""
+    numbers = new.view(torch.uint8)
+    if torch.equal(numbers, old.view(torch.uint8)):
+        return numbers[:0]
+    wire = exact.encode(new, old)
+    return wire if wire.nbytes < new.nbytes else numbers
+
+
+def _pieces(numels: Sequence[int]) -> list[int]:
+    """Numbers of a row that share a wire: a parameter's, and those of small ones before it, or at the end."""
+    found = [0]
+    for numel in numels:
+        if found[-1] >= EXACT_BLOCK:
+            found.append(0)
+        found[-1] += numel
+    if len(found) > 1 and found[-1] < EXACT_BLOCK:
+        found[-2:] = [sum(found[-2:])]
+    return found
 
 
 def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
