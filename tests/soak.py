@@ -68,7 +68,7 @@ CODECS = (
     *("trellis2", "trellis3:block=64", "trellis1:block=256,scale=unbiased"),
 )
 TRAINED = ("int8", "int4", "lloyd4", "lloyd2", "trellis2", "trellis3")  # of gradients
-WEIGHTS = ("none", "bf16", "int8", "lloyd4")
+WEIGHTS = ("none", "bf16", "int8", "lloyd4", "exact")
 STEPS = 8  # of a training
 VERBS = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
