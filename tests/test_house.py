@@ -214,6 +214,21 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
     assert all(count <= most for count, most in zip(found, BUDGETS[room], strict=True)), f"{found}: {BUDGETS[room]}"
 
 
+WHOLE = {  # the house: lines, or words
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 33_200),
+    "tests": (["tests/*.py"], str.splitlines, 32_300),
+    "docs": (["docs/**/*.md"], str.split, 38_000),
+    "README": (["README.md"], str.split, 1_000),
+}
+
+
+@pytest.mark.parametrize("part", WHOLE)
+def test_the_house_stays_within_its_budget(part: str) -> None:
+    patterns, count, most = WHOLE[part]
+    found = sum(len(count(path.read_text())) for pattern in patterns for path in ROOT.glob(pattern))
+    assert found <= most, f"{part}: {found} of {most}"
+
+
 def test_no_two_classes_have_one_name() -> None:
     classes = [name for path in MODULES for name in classes_in(path)]
     twice = sorted({name for name in classes if classes.count(name) > 1})
