@@ -38,7 +38,7 @@ LABELS: dict[str, tuple[str, ...]] = {  # rows of two records with the same labe
     ),
     "loss": ("size", "optimizer", "parallel", "arm", "every", "world", "steps"),
     "exact": ("optimizer", "rate", "step", "numel", "backend"),
-    "group": ("client", "rules", "world", "link", "numel"),
+    "group": ("client", "network", "rules", "world", "link", "numel"),
     "link": ("world", "link", "backend", "nbytes"),
     "soak": ("world",),
 }

@@ -1,15 +1,18 @@
 """The group that compresses: calls beside torch's own, the size from which on a codec pays, whole steps, losses.
 
 Two gloo ranks on this machine. Times are interleaved: each call once per round, after a barrier. A small GPT runs in
-tensor parallelism as Megatron does it (columns, then rows, and a sum) and in torch's own pipeline of two stages.
+tensor parallelism as Megatron does it (columns, then rows, and a sum) and in torch's own pipeline of two stages. So
+does, in a pipeline, the network of the example, which computes less for what it sends.
 Losses are paired: the same seed, plainly and by a rule, differs only in what travels. All plain runs of a seed compute
 the same, in another order: "null" is the difference of the two kinds of parallelism.
 """
 
 import functools
 import math
+import runpy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -46,6 +49,8 @@ RULES = {"tp": "all_reduce={}", "pp": "send={}"}
 CODECS = ("int8", "lloyd4")
 SEEDS = 5
 STEPS = 300  # of a training
+ROWS = 32  # of a batch whose step is timed
+EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 EFFORTS = {True: Effort(rounds=3), False: Effort(rounds=15, most=200, seconds=1.5)}
 
 
@@ -144,10 +149,7 @@ class Stages:
     def step(self, step: int) -> None:
         inputs, targets = self.task.batch(step, self.seed, 0, 1)
         self.optimizer.zero_grad()
-        if self.rank == 0:
-            self.schedule.step(inputs)
-        else:
-            self.schedule.step(target=targets)
+        self.schedule.step(*[inputs] if self.rank == 0 else [], **{} if self.rank == 0 else {"target": targets})
         self.optimizer.step()
 
     def judge(self, plain: Any) -> float:
@@ -167,7 +169,27 @@ class _First(nn.Module):
         return out
 
 
+class ExampleStages:
+    """The network of examples/pipeline.py, which computes little for what it sends."""
+
+    def __init__(self, task: Gpt, seed: int, group: Any) -> None:
+        self.example = runpy.run_path(str(EXAMPLE))
+        self.rank = group.rank()
+        torch.manual_seed(seed)
+        model = self.example["stage_of"](self.rank, group.size())
+        stage = PipelineStage(model, self.rank, group.size(), CPU, group=group)
+        self.schedule = Schedule1F1B(stage, self.example["PARTS"], loss_fn=cross_entropy)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def step(self, step: int) -> None:
+        inputs, targets = self.example["batch"](step, CPU)
+        self.optimizer.zero_grad()
+        self.schedule.step(*[inputs] if self.rank == 0 else [], **{} if self.rank == 0 else {"target": targets})
+        self.optimizer.step()
+
+
 CLIENTS: dict[str, Callable[[Gpt, int, Any], Any]] = {"tp": Tensors, "pp": Stages}
+TIMED = {"tp": ("tp", "gpt"), "pp": ("pp", "gpt"), "example": ("pp", "examples/pipeline.py")}  # client, network
 
 
 # On the ranks.
@@ -177,12 +199,18 @@ def _made(rules: str) -> Any:
     return dist.new_group(backend="cpu:thinwire", pg_options=thinwire.GroupOptions(rules))
 
 
-def _taken(calls: Mapping[str, Call], effort: Effort, shaped: bool, prepare: Call = lambda: None) -> dict[str, Sample]:
-    for call in calls.values():  # compares calls, plans them, fills caches
+def _taken(
+    made: Mapping[str, Any], call: Callable[[Any], object], effort: Effort, shaped: bool, prepare: Call = lambda: None
+) -> dict[str, Sample]:
+    """A call in turns on several groups, which end here."""
+    calls = {name: functools.partial(call, group) for name, group in made.items()}
+    for one in calls.values():  # compares calls, plans them, fills caches
         prepare()
-        call()
+        one()
     samples = {name: Sample() for name in (*calls, NOTHING)}
     timing.take(calls, samples, effort, shaped=shaped, transport=lambda name: None, prepare=prepare)
+    for group in made.values():
+        dist.destroy_process_group(group)
     return samples
 
 
@@ -195,39 +223,41 @@ def small_calls(effort: Effort) -> dict[str, Sample]:
             dist.all_reduce(x, group=group)
 
     made = {"plain": dist.new_group(backend="gloo"), "group": dist.new_group(backend="cpu:thinwire")}
-    return _taken({name: functools.partial(many, group) for name, group in made.items()}, effort, False)
+    return _taken(made, many, effort, False)
 
 
 def large_calls(effort: Effort) -> dict[str, Sample]:
     """8 million floats in int8, through the group and by thinwire's verb on a plain one."""
-    x = torch.randn(LARGE)
-    mine, plain = _made("all_reduce=int8"), dist.new_group(backend="gloo")
-    calls: dict[str, Call] = {
-        "verb": lambda: thinwire.all_reduce(x, group=plain, codec="int8", algorithm="one_shot"),
-        "group": lambda: dist.all_reduce(x, group=mine),
-    }
-    return _taken(calls, effort, False, prepare=lambda: x.fill_(1.0))
+    x = torch.ones(LARGE)
+    made = {"verb": dist.new_group(backend="gloo"), "group": _made("all_reduce=int8")}
+
+    def call(group: Any) -> None:
+        if group is made["group"]:
+            dist.all_reduce(x, group=group)
+        else:
+            thinwire.all_reduce(x, group=group, codec="int8", algorithm="one_shot")
+
+    return _taken(made, call, effort, False, prepare=lambda: x.fill_(1.0))
 
 
 def sums(verb: str, numel: int, effort: Effort, shaped: bool) -> dict[str, Sample]:
     """A sum of this size in int8, beside gloo's."""
-    x = torch.randn(numel)
+    x = torch.ones(numel)
     part = torch.empty(numel // WORLD)
-    call: Callable[..., object] = {
+    call: Callable[[Any], object] = {
         "all_reduce": lambda group: dist.all_reduce(x, group=group),
         "reduce_scatter": lambda group: groups.reduce_scatter_single(part, x, group=group),
     }[verb]
     made = {"plain": dist.new_group(backend="gloo"), "group": _made(f"{verb}=int8")}
-    return _taken(
-        {name: functools.partial(call, group) for name, group in made.items()}, effort, shaped, lambda: x.fill_(1.0)
-    )
+    return _taken(made, call, effort, shaped, prepare=lambda: x.fill_(1.0))
 
 
-def steps(client: str, task: Gpt, effort: Effort, shaped: bool) -> dict[str, Sample]:
-    """Steps of the small GPT, plainly and in int8."""
-    made = {"plain": _made(""), "group": _made(RULES[client].format("int8"))}
-    trained = {name: CLIENTS[client](task, 0, group) for name, group in made.items()}
-    return _taken({name: functools.partial(one.step, 0) for name, one in trained.items()}, effort, shaped)
+def steps(name: str, task: Gpt, effort: Effort, shaped: bool) -> dict[str, Sample]:
+    """Steps of a network, plainly and in int8."""
+    made = {"plain": dist.new_group(backend="gloo"), "group": _made(RULES[TIMED[name][0]].format("int8"))}
+    client = CLIENTS.get(name, ExampleStages)
+    trained = {group: client(task, 0, group) for group in made.values()}
+    return _taken(made, lambda group: trained[group].step(0), effort, shaped)
 
 
 def loss(client: str, name: str, task: Gpt, seed: int) -> float:
@@ -279,7 +309,7 @@ def run(*, quick: bool = False, progress: Progress = iter) -> Record:
 
 def _rows(quick: bool, progress: Progress) -> Generator[Row]:
     effort = EFFORTS[quick]
-    task = tasks.find("gpt", quick=quick)
+    task = tasks.find("gpt", quick=quick, rows=None if quick else ROWS)
     assert isinstance(task, Gpt)
     sizes = SIZES[::5] if quick else SIZES
     for rate in progress(LINKS[:1] if quick else LINKS):
@@ -291,9 +321,11 @@ def _rows(quick: bool, progress: Progress) -> Generator[Row]:
             for verb, numel in product(("all_reduce", "reduce_scatter"), sizes):
                 found = world.run(sums, verb, numel, effort, shaped)
                 yield {**_row(found, "verb", f"{verb}=int8", rate, "plain"), "numel": numel}
-            for client in CLIENTS if quick or rate == SLOW else ():
-                found = world.run(steps, client, task, effort, shaped)
-                yield {**_row(found, client, RULES[client].format("int8"), rate, "plain"), "numel": None}
+            for name in TIMED if quick or rate == SLOW else ():
+                client, network = TIMED[name]
+                found = world.run(steps, name, task, effort, shaped)
+                row = _row(found, client, RULES[client].format("int8"), rate, "plain")
+                yield {**row, "numel": None, "network": network}
 
 
 def run_losses(seeds: int = SEEDS, *, quick: bool = False, progress: Progress = iter) -> Record:

@@ -102,12 +102,12 @@ kinds.TABLES |= {
     "group": (
         "Calls and steps through a group that compresses, beside gloo's own; kB: sent per rank",
         (
-            *(*texts("client", "rules", "numel", "link"), Column("ms", "ms_p50", significant)),
+            *(*texts("client", "network", "rules", "numel", "link"), Column("ms", "ms_p50", significant)),
             *(Column("plain ms", "plain_ms", significant), Column("faster ×", "speedup_plain", significant)),
             Column("kB", "bytes_per_step", scaled(1e-3)),
             Column("plain kB", "plain_bytes_per_step", scaled(1e-3)),
         ),
-        4,
+        5,
     ),
     "soak": (
         "Random calls and faults",
