@@ -141,15 +141,16 @@ class Stages:
         whole = self.network = task.model(seed)
         assert isinstance(whole, Transformer)
         half = len(whole.blocks) // 2
-        self.stages = [_First(whole, half), nn.Sequential(*whole.blocks[half:], whole.norm, whole.head)]
-        stage = PipelineStage(self.stages[self.rank], self.rank, group.size(), CPU, group=group)
+        rest = list(whole.blocks)[half:]
+        self.stages = [_First(whole, half), nn.Sequential(*rest, whole.norm, whole.head)]
+        stage: Any = PipelineStage(self.stages[self.rank], self.rank, group.size(), CPU, group=group)
         self.schedule = Schedule1F1B(stage, PARTS, loss_fn=lambda y, t: cross_entropy(y.flatten(0, -2), t.flatten()))
         self.optimizer = torch.optim.Adam(self.stages[self.rank].parameters())
 
     def step(self, step: int) -> None:
         inputs, targets = self.task.batch(step, self.seed, 0, 1)
         self.optimizer.zero_grad()
-        self.schedule.step(*[inputs] if self.rank == 0 else [], **{} if self.rank == 0 else {"target": targets})
+        _pass(self.schedule, self.rank, inputs, targets)
         self.optimizer.step()
 
     def judge(self, plain: Any) -> float:
@@ -157,6 +158,13 @@ class Stages:
             for parameter in stage.parameters():
                 dist.broadcast(parameter.data, rank, group=plain)
         return tasks.mean([self.task.val_loss(self.network, 0, 1)])
+
+
+def _pass(schedule: Any, rank: int, inputs: Tensor, targets: Tensor) -> None:
+    if rank == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=targets)
 
 
 class _First(nn.Module):
@@ -184,7 +192,7 @@ class ExampleStages:
     def step(self, step: int) -> None:
         inputs, targets = self.example["batch"](step, CPU)
         self.optimizer.zero_grad()
-        self.schedule.step(*[inputs] if self.rank == 0 else [], **{} if self.rank == 0 else {"target": targets})
+        _pass(self.schedule, self.rank, inputs, targets)
         self.optimizer.step()
 
 

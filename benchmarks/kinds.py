@@ -100,8 +100,8 @@ kinds.TABLES |= {
         2,
     ),
     "group": (
-        "Calls and steps through a group that compresses, beside gloo's own; faster: median of the rounds' ratios, p20: "
-        "of each's fast rounds; kB: sent per rank",
+        "Calls and steps through a group that compresses, beside gloo's own; faster: median of the rounds' ratios, "
+        "p20: of the fast rounds; kB: sent per rank",
         (
             *(*texts("client", "network", "rules", "numel", "link"), Column("ms", "ms_p50", significant)),
             *(Column("plain ms", "plain_ms", significant), Column("faster ×", "speedup_plain", significant)),
