@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 ALL = "; ".join(f"{operation}=int8" for operation in OPERATIONS)
 EXACT = (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MANY = 20_000  # elements, above the least size of the default rules
+MANY = 40_000  # elements, above the least size of the default rules
 
 
 def made(rules: str | None = None, backend: str = "cpu:thinwire", **how: Any) -> Any:
@@ -63,7 +63,7 @@ def test_the_default_rules_compress_sums_alone() -> None:
     rules = GroupRules(DEFAULT_RULES)
     found = {operation for operation in OPERATIONS if rules.find(operation, torch.float32, 10**9)}
     assert found == {"all_reduce", "reduce_scatter"}
-    assert rules.find("all_reduce", torch.float32, 16383) is None
+    assert rules.find("all_reduce", torch.float32, 32767) is None
 
 
 @pytest.mark.parametrize(
