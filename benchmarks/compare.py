@@ -38,6 +38,7 @@ LABELS: dict[str, tuple[str, ...]] = {  # rows of two records with the same labe
     ),
     "loss": ("size", "optimizer", "parallel", "arm", "every", "world", "steps"),
     "exact": ("optimizer", "rate", "step", "numel", "backend"),
+    "group": ("client", "network", "rules", "world", "link", "numel"),
     "link": ("world", "link", "backend", "nbytes"),
     "soak": ("world",),
 }
@@ -47,6 +48,7 @@ TIMES: dict[str, tuple[str, str, str, str]] = {
     "collectives": (*_TIMED, "plain_ms"),
     "train": ("step_ms", "step_ms_p20", "step_ms_p80", "compute_ms"),
     "qat": (*_TIMED, "floor_ms"),
+    "group": (*_TIMED, "plain_ms"),
     "link": (*_TIMED, ""),
 }
 MEANS = {  # over seeds: the column of the standard error, and whether the number is a logarithm already

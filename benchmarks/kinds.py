@@ -99,6 +99,18 @@ kinds.TABLES |= {
         ),
         2,
     ),
+    "group": (
+        "Calls and steps through a group that compresses, beside gloo's own; faster: median of the rounds' ratios, "
+        "p20: of the fast rounds; kB: sent per rank",
+        (
+            *(*texts("client", "network", "rules", "numel", "link"), Column("ms", "ms_p50", significant)),
+            *(Column("plain ms", "plain_ms", significant), Column("faster ×", "speedup_plain", significant)),
+            Column("p20", "speedup_p20", significant),
+            Column("kB", "bytes_per_step", scaled(1e-3)),
+            Column("plain kB", "plain_bytes_per_step", scaled(1e-3)),
+        ),
+        5,
+    ),
     "soak": (
         "Random calls and faults",
         texts("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),

@@ -2,14 +2,18 @@
 
     torchrun --nproc-per-node 2 examples/moe_all_to_all.py
     torchrun --nproc-per-node 2 examples/moe_all_to_all.py --codec int4 --backward-codec int8
+    torchrun --nproc-per-node 2 examples/moe_all_to_all.py --group --codec int8
 
 Every rank holds one expert. A token goes to the expert that the router likes best, so the number of rows varies.
-Tokens travel in `--codec`, their gradients in `--backward-codec`. The task is the next byte of Python's help pages, on
-GPUs where every rank has one, else on the CPU.
+Tokens travel in `--codec`, their gradients in `--backward-codec`. With `--group` both travel in `--codec`: torch's own
+all-to-all, in a group with a rule. The task is the next byte of Python's help pages, on GPUs where every rank has one,
+else on the CPU.
 """
 
 import argparse
 import os
+from collections.abc import Callable
+from functools import partial
 from pydoc_data.topics import topics
 from statistics import mean
 from typing import Any
@@ -17,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import cross_entropy, one_hot
 
 import thinwire
@@ -42,10 +47,10 @@ def start() -> torch.device:
 class Experts(nn.Module):
     """One expert on every rank, and a router that all ranks share."""
 
-    def __init__(self, group: dist.ProcessGroup, codec: str, backward_codec: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, move: Callable[..., Any]) -> None:
         super().__init__()
         self.group = group
-        self.way: dict[str, Any] = {"codec": codec, "backward_codec": backward_codec, "algorithm": "compressed"}
+        self.move = move
         self.router = nn.Linear(WIDTH, group.size())
         torch.manual_seed(1 + group.rank())  # routers are alike, experts are not
         self.expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -63,8 +68,8 @@ class Experts(nn.Module):
         out_rows = out_counts.tolist()
         in_rows = in_counts.tolist()
         self.rows_sent += sum(out_rows) + sum(in_rows) - 2 * out_rows[self.group.rank()]  # what stays does not travel
-        came = all_to_all_single(x[order], in_rows, out_rows, self.group, **self.way)
-        back = all_to_all_single(self.expert(came), out_rows, in_rows, self.group, **self.way)
+        came = self.move(x[order], in_rows, out_rows, self.group)
+        back = self.move(self.expert(came), out_rows, in_rows, self.group)
         uneven = world * (one_hot(choice, world).float().mean(0) * share.mean(0)).sum()
         return torch.zeros_like(x).index_copy(0, order, back) * best[:, None], uneven
 
@@ -77,13 +82,21 @@ def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, -1]
 
 
-def main(steps: int, codec: str, backward_codec: str) -> None:
+def main(steps: int, codec: str, backward_codec: str, by_group: bool) -> None:
     device = start()
-    group = dist.new_group()  # of its own, so that its bytes are counted apart
+    move: Callable[..., Any] = all_to_all_single_autograd  # torch's own
+    if by_group:
+        rule = thinwire.GroupOptions(f"all_to_all={codec}")
+        group: Any = dist.new_group(backend=f"{device.type}:thinwire", pg_options=rule)
+        backward_codec = codec
+    else:
+        group = dist.new_group()  # of its own, so that its bytes are counted apart
+        way: dict[str, Any] = {"codec": codec, "backward_codec": backward_codec, "algorithm": "compressed"}
+        move = partial(all_to_all_single, **way)
     torch.manual_seed(0)
     front = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, WIDTH), nn.ReLU()).to(device)
     head = nn.Linear(WIDTH, 256).to(device)
-    experts = Experts(group, codec, backward_codec).to(device)
+    experts = Experts(group, move).to(device)
     shared = [*front.parameters(), *head.parameters(), *experts.router.parameters()]
     own = list(experts.expert.parameters())
     optimizer = torch.optim.AdamW([*shared, *own], lr=3e-3)
@@ -115,5 +128,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--codec", default="e4m3", help="of tokens on their way to experts and back")
     parser.add_argument("--backward-codec", default="int8", help="of their gradients")
+    parser.add_argument("--group", action="store_true", help="torch's own all-to-all, in a group that compresses")
     options = parser.parse_args()
-    main(options.steps, options.codec, options.backward_codec)
+    main(options.steps, options.codec, options.backward_codec, options.group)

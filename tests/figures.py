@@ -170,8 +170,8 @@ def proven() -> str:
 
 
 def _is_evidence(row: record.Row) -> bool:
-    """`advise` does not ask about Muon; classifiers have no validation loss; rehearsals are of one script each."""
-    asked = row["optimizer"] != "muon" and row.get("params", 0) is not None
+    """Not of Muon, activations, classifiers (they have no validation loss) or rehearsals (of one script each)."""
+    asked = row["optimizer"] != "muon" and row.get("params", 0) is not None and row.get("parallel") not in ("tp", "pp")
     return asked and row.get("task") not in ("digits", "mlp", "wide")
 
 

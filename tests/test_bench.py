@@ -42,7 +42,7 @@ def bench(*flags: str) -> Any:
 
 
 def test_the_columns_scripts_rely_on() -> None:
-    kinds = {"codec", "kernels", "collectives", "train", "loss", "exact", "qat", "link", "soak"}
+    kinds = {"codec", "kernels", "collectives", "train", "loss", "exact", "qat", "group", "link", "soak"}
     assert (set(record.COLUMNS), set(record.COLUMNS["codec"])) == (kinds, set(CODEC_ROW))
     kernels = "op codec backend device dtype numel world threads ms_p50 ms_p20 ms_p80 copy_ms times_copy copy_share"
     assert set(record.COLUMNS["kernels"]) == {*kernels.split(), "times_eager"}

@@ -2,9 +2,11 @@
 
 import functools
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +29,7 @@ CPU = torch.device("cpu")
 ALL = "; ".join(f"{operation}=int8" for operation in OPERATIONS)
 EXACT = (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MANY = 20_000  # elements, above the least size of the default rules
+MANY = 40_000  # elements, above the least size of the default rules
 
 
 def made(rules: str | None = None, backend: str = "cpu:thinwire", **how: Any) -> Any:
@@ -61,7 +63,7 @@ def test_the_default_rules_compress_sums_alone() -> None:
     rules = GroupRules(DEFAULT_RULES)
     found = {operation for operation in OPERATIONS if rules.find(operation, torch.float32, 10**9)}
     assert found == {"all_reduce", "reduce_scatter"}
-    assert rules.find("all_reduce", torch.float32, 16383) is None
+    assert rules.find("all_reduce", torch.float32, 32767) is None
 
 
 @pytest.mark.parametrize(
@@ -389,15 +391,42 @@ def test_a_group_splits_into_groups_that_compress(ranks: RankPool) -> None:
     ranks(3).run(splits)
 
 
-def late(group: Group) -> str:
-    mine = made(ALL, timeout=timedelta(seconds=1.5))
-    dist.all_reduce(torch.ones(100), group=mine)
-    if group.rank() == 1:
-        time.sleep(2.5)
-        return ""
-    with pytest.raises(PeerError) as caught:
-        dist.all_reduce(torch.ones(100), group=mine)
-    return str(caught.value)
+SOON = timedelta(seconds=1.5)
+
+
+def summed(mine: Any, limit: timedelta | None) -> Any:
+    opts = dist.AllreduceOptions()
+    if limit is not None:
+        opts.timeout = limit
+    return mine.allreduce([torch.ones(100)], opts)
+
+
+LATE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {  # what sets a timeout, what waits
+    "made": (lambda mine: None, lambda mine: dist.all_reduce(torch.ones(100), group=mine)),
+    "set": (lambda mine: mine.set_timeout(SOON), lambda mine: dist.all_reduce(torch.ones(100), group=mine)),
+    "set, first": (lambda mine: mine.set_timeout(SOON), lambda mine: dist.all_reduce(torch.ones(99), group=mine)),
+    "set by torch": (
+        lambda mine: dist.distributed_c10d._set_pg_timeout(SOON, mine),
+        lambda mine: dist.recv(torch.ones(100), 1, group=mine),
+    ),
+    "of a call": (lambda mine: None, lambda mine: summed(mine, SOON).wait()),
+    "of a wait": (lambda mine: None, lambda mine: summed(mine, None).wait(SOON)),
+    "of a message": (lambda mine: None, lambda mine: dist.irecv(torch.ones(9), 1, group=mine).wait(SOON)),
+}
+
+
+def late(group: Group, how: str) -> tuple[float, str]:
+    mine = made(ALL, timeout=SOON if how == "made" else timedelta(seconds=60))
+    summed(mine, None).wait()
+    setting, waiting = LATE[how]
+    setting(mine)
+    began = time.monotonic()
+    if group.rank() == 0:
+        with pytest.raises((PeerError, TimeoutError)) as caught:
+            waiting(mine)
+    taken = time.monotonic() - began
+    dist.barrier(group)
+    return taken, str(caught.value) if group.rank() == 0 else ""
 
 
 def dead(group: Group) -> list[str]:
@@ -413,9 +442,17 @@ def dead(group: Group) -> list[str]:
     return found
 
 
-def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    said = ranks(2).run(late)[0]
-    assert "rank 0 waited for rank 1 in all_reduce(numel=100, op=sum, float32, codec=int8, algorithm=one_shot)" in said
+@pytest.mark.parametrize("how", LATE)
+def test_a_late_rank_is_named_within_the_timeout(ranks: RankPool, how: str) -> None:
+    """gloo's own messages keep the timeout of the group's first day."""
+    taken, said = ranks(2).run(late, how)[0]
+    assert 1.4 < taken < 15
+    verb = "recv(numel" if "torch" in how or "message" in how else "all_reduce(numel"
+    if how in ("of a call", "of a wait"):
+        assert said == "the collective did not end within 0:00:01.500000"
+    else:
+        assert re.match(rf"rank 0 (waited for|lost) rank 1 in {re.escape(verb)}", said), said
+        assert ("the group's timeout of 1.5 s" in said) == (how != "of a message"), said
 
 
 def test_a_dead_rank_is_named(ranks: RankPool) -> None:

@@ -21,6 +21,7 @@ from benchmarks import (
     codec as codec_bench,
     delay,
     exact as exact_bench,
+    group as group_bench,
     kernels as kernels_bench,
     qat,
     schemes,
@@ -337,3 +338,44 @@ def test_the_entropy_given_an_exponent() -> None:
     base = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.bfloat16)
     new = torch.tensor([1.0, 1.0078125, 2.0, 2.0], dtype=torch.bfloat16)
     assert exact_bench.entropy(new, base) == 0.5
+
+
+def of_the_group(group: dist.ProcessGroup) -> list[float]:
+    task = tasks.find("gpt", quick=True)
+    assert isinstance(task, tasks.Gpt)
+    arms = [("tp", "none"), ("pp", "none"), ("tp", "int8"), ("pp", "int8"), ("tp", "int2")]
+    return [group_bench.loss(client, name, task, 1) for client, name in arms]
+
+
+def test_a_group_trains_in_parallel_what_one_process_trains(ranks: RankPool) -> None:
+    """Tensor parallelism and a pipeline compute the same network; what travels in int8 changes it a little."""
+    task = tasks.find("gpt", quick=True)
+    model = task.model(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(task.steps):
+        for part in optimizer.param_groups:
+            part["lr"] = task.rate("adam", step, task.steps)
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, 1, 0, 1)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        total = task.val_loss(model, 0, 1)
+    assert total is not None
+    for found in ranks(2).run(of_the_group):
+        tp, pp, tp8, pp8, tp2 = (one - tasks.mean([total]) for one in found)
+        assert max(abs(tp), abs(pp)) < 1e-4
+        assert 0 < max(abs(tp8), abs(pp8)) < 0.01 < abs(tp2)
+
+
+def group_samples(group: dist.ProcessGroup) -> list[dict[str, timing.Sample]]:
+    few = timing.Effort(rounds=2)
+    return [group_bench.small_calls(few), group_bench.sums("reduce_scatter", 1024, few, False)]
+
+
+def test_rows_of_the_group(ranks: RankPool) -> None:
+    small, sums = zip(*ranks(2).run(group_samples), strict=True)
+    for found, rules in ((small, "default"), (sums, "reduce_scatter=int8")):
+        row = group_bench._row(found, "verb", rules, None, "plain")
+        assert set(record.COLUMNS["group"]) <= set(row)
+        assert number(row, "speedup_plain") * number(row, "times_plain") == pytest.approx(1)
+        assert (row["rounds"], row["bytes_per_step"]) == (2, None)

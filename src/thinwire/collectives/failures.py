@@ -70,7 +70,6 @@ class Failures:
         self.named = links[0].named if len(links) == 1 else functools.partial(groups.named, {})  # ranks, in errors
         self.own = self.named(rank)
         self.names = "/".join(link.group.group_name for link in links)
-        self.timeout_s = min(groups.timeout_s(link.group) for link in links)
         self.over: str | None = None
         self.own_key = secrets.randbits(62)
         self._links = links
@@ -122,16 +121,17 @@ class Failures:
 
     def _sentence(self, error: BaseException, site: CallSite) -> str:
         where = self.where(site)
+        timeout_s = min(groups.timeout_s(link.group) for link in self._links)  # now: it may have been set anew
         rank = error.rank if isinstance(error, LostRankError) else None
         whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
             what = f"{self.own} failed in {where}: {type(error).__name__}: {error}"
-        elif error.waited < _LATE * self.timeout_s:
+        elif error.waited < _LATE * timeout_s:
             what = f"{self.own} lost {whom} in {where}: {error}"
         else:
             what = (
                 f"{self.own} waited for {whom} in {where} for the group's timeout of "
-                f"{self.timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
+                f"{timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
                 "compares all calls)"
             )
         return f"{what}. Create a new group to continue"

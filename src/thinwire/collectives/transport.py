@@ -83,9 +83,10 @@ def lost_in(error: BaseException) -> LostRankError | None:
 class Moving(list[Waitable]):
     """Messages under way, and the ranks at their other ends."""
 
-    def __init__(self, works: Iterable[Waitable], peers: Sequence[int | None]) -> None:
+    def __init__(self, works: Iterable[Waitable], peers: Sequence[int | None], options: Any = None) -> None:
         super().__init__(works)
         self.peers = peers  # None: a message from any source
+        self.options = options  # of the backend, whose timeout may change: gloo's messages know the first one alone
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for all; raises LostRankError."""
@@ -97,7 +98,9 @@ class Moving(list[Waitable]):
 
 
 def wait_for(moving: Sequence[Waitable], *timeout: timedelta) -> None:
-    """Wait for messages, for each at most the `timeout`, if given; raises LostRankError."""
+    """Wait for messages, for each at most the `timeout`, else the group's as it is now; raises LostRankError."""
+    if not timeout and isinstance(moving, Moving) and moving.options is not None:
+        timeout = (moving.options._timeout,)
     at = 0
     began = 0.0
     try:
@@ -136,6 +139,7 @@ class Transport:
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
     has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
     checked: bool = False  # checksums follow messages
+    _options: Any = None  # of the backend
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
     device: torch.device  # of the stream
 
@@ -172,7 +176,7 @@ class Transport:
 
     def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
         """Start messages that no third rank knows of: one, or the batch of a caller, under `pair_tag`s."""
-        return Moving(self.exchange(sends, receives, tag), [rank for rank, _ in (*receives, *sends)])
+        return Moving(self.exchange(sends, receives, tag), [rank for rank, _ in (*receives, *sends)], self._options)
 
     def message_from_any(self, part: Tensor, tag: int) -> Moving:
         """Start receiving a message from whichever rank sends one with this tag."""
@@ -275,6 +279,8 @@ class PairTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
         self.checked = checksums_wanted()
+        gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
+        self._options = getattr(gloo[0], "options", None) if gloo else None
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
@@ -291,7 +297,7 @@ class PairTransport(Transport):
             Arrival((work, after), functools.partial(_compare_sums, part, sums, self.named(rank)))
             for work, after, (rank, part), (_, sums) in pairs
         ]
-        return Moving([*works, *moving[2 * count :]], moving.peers[count:])
+        return Moving([*works, *moving[2 * count :]], moving.peers[count:], self._options)
 
     def _start(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Start messages; raises LostRankError if a connection is known to be closed."""
@@ -306,7 +312,7 @@ class PairTransport(Transport):
                 works.append(group.send([part], rank, own))
         except RuntimeError as error:
             raise LostRankError(rank, error) from None
-        return Moving(works, [rank for rank, _ in (*receives, *sends)])
+        return Moving(works, [rank for rank, _ in (*receives, *sends)], self._options)
 
     def message_from_any(self, part: Tensor, tag: int) -> Moving:
         if self.checked:
@@ -314,7 +320,7 @@ class PairTransport(Transport):
                 "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
             )
         self._count((), [(0, part)])
-        return Moving([self.group.recv_anysource([part], tag)], [None])
+        return Moving([self.group.recv_anysource([part], tag)], [None], self._options)
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """In about log2(world) rounds of one message: in every round a rank's values reach twice as many ranks."""

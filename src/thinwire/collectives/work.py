@@ -31,6 +31,7 @@ class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 
     line: object = None  # that runs it
+    limit: timedelta | None = None  # of the call itself: how long `wait` waits without a timeout
 
     def __init__(self, outputs: list[Tensor], line: object = None) -> None:
         super().__init__()
@@ -51,7 +52,8 @@ class Work(dist.Work):
                     "a callback of a future waits for a collective of its own group, which cannot go on before the "
                     "callback returns: start it with async_op=True there, and wait elsewhere"
                 )
-            if not self._done.wait(timeout.total_seconds() if timeout else None):  # as for torch, 0 is no limit
+            timeout = timeout or self.limit  # as for torch, 0 is no limit
+            if not self._done.wait(timeout.total_seconds() if timeout else None):
                 raise TimeoutError(f"the collective did not end within {timeout}")
         if self._error is not None:
             raise again(self._error)

@@ -8,6 +8,7 @@ twice. There is no error feedback: a call does not say whose numbers it has.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.hierarchical import flat_algorithm
 from thinwire.collectives.point_to_point import Letter, start
+from thinwire.collectives.work import StreamWork
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
 
+_UNSET = timedelta()  # or less
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
-_COMPRESSED: Any = {"algorithm": "compressed"}
 
 
 class GroupOptions(torch_internals.Options):
@@ -111,26 +113,23 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     # --- sums ---
 
     def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        codec = self._codec("all_reduce", tensors) if _sums(opts) and not more and not named else None
-        if codec is None:
+        codec = self._codec("all_reduce", tensors)
+        if codec is None or more or named or not _sums(opts):
             return self._plain(self.inner.allreduce, tensors, opts, *more, **named)
-        how: Any = {"codec": codec, "algorithm": flat_algorithm("auto", [codec], self.size())}
-        return self._started(all_reduce(tensors[0], _op(opts), self.inner, _is_async(opts), **how))
+        return self._run(opts, all_reduce, tensors[0], _op(opts), codec=codec, algorithm=self._algorithm(codec))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        codec = self._codec("all_reduce", tensors, several=True) if _sums(opts) else None
-        if codec is None:
+        codec = self._codec("all_reduce", tensors, several=True)
+        if codec is None or not _sums(opts):
             return self._plain(self.inner.allreduce_coalesced, tensors, opts)
-        how: Any = {"codec": codec, "algorithm": flat_algorithm("auto", [codec], self.size())}
-        return self._started(all_reduce_coalesced(tensors, _op(opts), self.inner, _is_async(opts), **how))
+        how = {"codec": codec, "algorithm": self._algorithm(codec)}
+        return self._run(opts, all_reduce_coalesced, tensors, _op(opts), **how)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        codec = self._codec("reduce_scatter", [input]) if _sums(opts) else None
-        if codec is None:
+        codec = self._codec("reduce_scatter", [input])
+        if codec is None or not _sums(opts):
             return self._plain(_bound(self.inner, "reduce_scatter_single"), output, input, opts)
-        return self._started(
-            reduce_scatter_tensor(output, input, _op(opts), self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
-        )
+        return self._run(opts, reduce_scatter_tensor, output, input, _op(opts), codec=codec)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if _sums(opts) and all(self._codec("reduce_scatter", [input]) for input in inputs):
@@ -152,9 +151,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         codec = self._codec("all_gather", [output])
         if codec is None:
             return self._plain(_bound(self.inner, "all_gather_single"), output, input, opts)
-        return self._started(
-            all_gather_into_tensor(output, input, self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
-        )
+        return self._run(opts, all_gather_into_tensor, output, input, codec=codec)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if all(self._codec("all_gather", [output]) for output in outputs):
@@ -166,31 +163,27 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         codec = self._codec("all_gather", outputs[0], several=True) if known else None
         if codec is None:
             return self._plain(self.inner.allgather, outputs, inputs, opts, **named)
-        return self._started(all_gather(outputs[0], inputs[0], self.inner, _is_async(opts), codec=codec, **_COMPRESSED))
+        return self._run(opts, all_gather, outputs[0], inputs[0], codec=codec)
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         source = getattr(opts, "rootRank", None)
         codec = self._codec("broadcast", tensors) if source is not None and not more and not named else None
         if codec is None:
             return self._plain(self.inner.broadcast, tensors, opts, *more, **named)
-        how: Any = {"group_src": source, "codec": codec, **_COMPRESSED}
-        return self._started(broadcast(tensors[0], None, self.inner, _is_async(opts), **how))
+        return self._run(opts, broadcast, tensors[0], group_src=source, codec=codec)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out: Any, sent: Any, opts: Any = None) -> Any:
         uneven = bool(out) or bool(sent)
         codec = self._codec("all_to_all", [input], sized=not uneven)
         if codec is None:
             return self._plain(_bound(self.inner, "all_to_all_single"), output, input, out, sent, opts)
-        sizes = (list(out) or None, list(sent) or None)
-        return self._started(
-            all_to_all_single(output, input, *sizes, self.inner, _is_async(opts), codec=codec, **_COMPRESSED)
-        )
+        return self._run(opts, all_to_all_single, output, input, list(out) or None, list(sent) or None, codec=codec)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         codec = self._codec("all_to_all", inputs, several=True, sized=False)
         if codec is None:
             return self._plain(self.inner.alltoall, outputs, inputs, opts)
-        return self._started(all_to_all(outputs, inputs, self.inner, _is_async(opts), codec=codec, **_COMPRESSED))
+        return self._run(opts, all_to_all, outputs, inputs, codec=codec)
 
     # --- messages between two ranks ---
 
@@ -270,7 +263,18 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         """torch's own call, of which options that were not given are left out."""
         return self._noted(call(*args[: -1 if args[-1] is None else None], **named))
 
-    def _started(self, work: Any) -> Any:
+    def _algorithm(self, codec: Codec) -> str:
+        return flat_algorithm("auto", [codec], self.size())
+
+    def _run(self, opts: Any, verb: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """A verb of thinwire. One with a timeout of its own is started here, and waited for by torch."""
+        limit = opts.timeout if opts is not None and opts.timeout > _UNSET else None
+        is_async = opts is None or limit is not None or bool(opts.asyncOp)
+        work = verb(*args, group=self.inner, async_op=is_async, **{"algorithm": "compressed", **how})
+        if limit is not None:
+            if isinstance(work, StreamWork):
+                raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
+            work.limit = limit
         return self._noted(_DONE if work is None else work)
 
     def _noted(self, work: Any) -> Any:
@@ -326,10 +330,6 @@ def _op(opts: Any) -> Any:
     if opts is None:
         return dist.ReduceOp.SUM
     return opts.reduceOp if opts.reduceOp == dist.ReduceOp.PREMUL_SUM else opts.reduceOp.op
-
-
-def _is_async(opts: Any) -> bool:
-    return opts is None or bool(opts.asyncOp)
 
 
 def _bound(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:

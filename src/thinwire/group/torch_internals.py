@@ -53,6 +53,7 @@ def plain_group(options: Any) -> dist.ProcessGroup:
         backend = _made("nccl", options) if has_nccl else gloo
         group._register_backend(cuda, kinds.NCCL if has_nccl else kinds.GLOO, backend)
     group._set_default_backend(kinds.GLOO)
+    group._set_group_name(options.group_id)  # in errors
     return cast(dist.ProcessGroup, group)
 
 

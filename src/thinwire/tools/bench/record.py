@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 TIMES = ("ms_p50", "ms_p20", "ms_p80")
+_SENT = ("bytes_per_step", "plain_bytes_per_step")
 # The columns every row of a kind has; a benchmark may add others, none is ever renamed.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "codec": ("distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"),
@@ -56,6 +57,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("optimizer", "rate", "step", "changed_share", "entropy_bits", "bits", "bits_index_value", "bits_zstd"),
         *("bits_xor_zstd", "encode_gb_s", "decode_gb_s", "backend", "threads"),
     ),
+    "group": ("client", "rules", "world", "link", "ms_p50", "plain_ms", "speedup_plain", *_SENT),
     "link": ("world", "link", "backend", "nbytes", *TIMES, "gbit_per_s"),
     "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
 }
@@ -241,12 +243,11 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    environment = {**os.environ, "LC_ALL": "C"}
+    plain = {**os.environ, "LC_ALL": "C"}
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment, check=True)
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=20, env=plain).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return run.stdout.strip()
 
 
 def _command(argv: Sequence[str]) -> str:
@@ -255,8 +256,7 @@ def _command(argv: Sequence[str]) -> str:
     A slash in --codecs joins a pair of codecs and stays.
     """
     script = Path(argv[0])
-    is_study = script.parent.name == "benchmarks"  # python -m benchmarks.NAME
-    shown = ["python", "-m", f"benchmarks.{script.stem}"] if is_study else ["thinwire"]
+    shown = ["python", "-m", f"benchmarks.{script.stem}"] if script.parent.name == "benchmarks" else ["thinwire"]
     for before, argument in itertools.pairwise(argv):
         pairs = "--codecs" in (before, argument.partition("=")[0])
         shown.append(argument if pairs else re.sub(r"[^=]*/", "", argument))
