@@ -86,7 +86,8 @@ release:
 	@$(RELEASE)/make/bin/python -m build --sdist --outdir dist . > $(RELEASE)/log 2>&1 || { tail -20 $(RELEASE)/log; exit 1; }
 	@test $$(cat dist/*.tar.gz | wc -c) -lt 1000000 || { echo "expected an sdist below 1 MB"; exit 1; }
 	@set -e; export PATH="$(RELEASE)/make/bin:$$PATH"; for arch in x86_64 aarch64; do echo "== wheel for $$arch"; \
-	  { CC="$(RELEASE)/make/bin/python -I -m ziglang cc -target $$arch-linux-gnu.2.17" LDFLAGS=-s _PYTHON_HOST_PLATFORM=linux-$$arch \
+	  zig="$(RELEASE)/make/bin/python -I -m ziglang cc -target $$arch-linux-gnu.2.17"; \
+	  { CC="$$zig" LDSHARED="$$zig -shared -s" _PYTHON_HOST_PLATFORM=linux-$$arch \
 	    python -m pip wheel --no-cache-dir --no-deps --wheel-dir $(RELEASE)/wheels dist/*.tar.gz && \
 	    auditwheel repair --wheel-dir dist $(RELEASE)/wheels/*linux_$$arch.whl && ls dist/*manylinux_2_17_$$arch*.whl; \
 	  } >> $(RELEASE)/log 2>&1 || { tail -20 $(RELEASE)/log; exit 1; }; done; twine check --strict dist/* >> $(RELEASE)/log
