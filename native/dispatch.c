@@ -13,7 +13,17 @@ enum { MAX_THREADS = 64, TILE = 1024 };
 
 extern const tw_kernels tw_baseline;
 #if defined(__x86_64__)
+#include <cpuid.h>
 extern const tw_kernels tw_avx2;
+
+/* The processor has AVX2 and FMA, and the system keeps their registers. Not __builtin_cpu_supports: its tables are a
+ * part of libgcc, which not every compiler links. */
+static int has_avx2(void) {
+  unsigned a, b, c, d, kept, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (bit_OSXSAVE | bit_FMA)) != (bit_OSXSAVE | bit_FMA)) return 0;
+  __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+  return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && b & bit_AVX2;
+}
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 extern const tw_kernels tw_dotprod;
@@ -24,8 +34,7 @@ static const tw_kernels *kernels(void) {
   const char *asked = getenv("THINWIRE_ISA");
   if (asked && !strcmp(asked, "baseline")) return &tw_baseline;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &tw_avx2; /* F16C came first */
+  if (has_avx2()) return &tw_avx2; /* F16C came first */
 #elif defined(__aarch64__) && defined(__linux__)
   if (getauxval(AT_HWCAP) & 1 << 20) return &tw_dotprod; /* HWCAP_ASIMDDP */
 #endif

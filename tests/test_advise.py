@@ -130,7 +130,7 @@ def test_nccl_sums_in_a_tree_where_that_is_sooner() -> None:
         (units.duration(3 * 3600), "3 h"),
         (units.nbytes(26e9), "26 GB"),
         (units.bits(25e9 / 8), "25 Gbit/s"),
-        (units.bits(4e11), "3,200 Gbit/s"),
+        (units.bits(4e11), "3.2 Tbit/s"),
     ],
 )
 def test_quantities_are_shown_with_units(shown: str, text: str) -> None:

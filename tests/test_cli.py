@@ -308,8 +308,8 @@ def test_the_self_test_finds_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> No
     wrong: Any = SimpleNamespace(**vars(reference) | {"decode_sum": decode_sum})
     monkeypatch.setattr(selftest, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
     compared, differing = selftest.differences(wrong, torch.device("cpu"))
-    wires = 2 * len(selftest.SIZES) * len(selftest.DTYPES)
+    wires = 2 * len(selftest.CASES)
     assert compared == 5 * wires
     assert len(differing) == wires
-    assert differing[0] == "decode_sum int8 torch.float32 numel=1"
+    assert differing[0] == "decode_sum int8 torch.float32 numel=385"
     assert selftest.differences(reference, torch.device("cpu")) == (compared, [])

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks import clock, schemes, tasks
 from benchmarks.loss import arms, sites, task
-from thinwire.tools.bench import record, timing
+from thinwire.tools.bench import record
+from thinwire.tools.local import torchrun
 
 CLIP = 1.0
 DECAY = 0.1
@@ -148,13 +149,13 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
     torch.manual_seed(run.seed)  # of the null arm's noise
     kind = SiteTrainer if run.optimizer.startswith(DILOCO) else Trainer
     trainer = kind(run, text, device, compiled=compiled)
-    timing.synchronize(device)
+    torchrun.synchronize(device)
     stepped = time.monotonic()
     for step in range(trainer.size.steps):
         trainer.step(step)
         if step % 100 == 0 and not math.isfinite(float(trainer.losses[step])):
             break
-    timing.synchronize(device)
+    torchrun.synchronize(device)
     step_ms = 1e3 * (time.monotonic() - stepped) / trainer.size.steps
     found = {
         **vars(run),

@@ -130,28 +130,6 @@ def train(plan: Plan, case: Case) -> tuple[list[float], float | None]:
     return [line["loss"] for line in lines], lines[-1]["bits"]
 
 
-def page(record: Record) -> str:
-    """A Markdown page: the verdicts, and a table."""
-    head = f"# Rehearsal of {record.rows[0]['size']}: {record.rows[0]['world']} ranks, {record.rows[0]['seeds']} seeds"
-    verdicts = [f"- {row['verdict']}" for row in record.rows if row["arm"] != NONE]
-    table = ["| arm | bits | loss | above none | from | to |", "|---|--:|--:|--:|--:|--:|"]
-    for row in record.rows:
-        cells = [_cell(row[name], form) for name, form in _FORMS.items()]
-        table.append(f"| {row['arm']} | {' | '.join(cells)} |")
-    notes = (
-        "Losses are compared seed by seed, in nats; from, to: a 95 % interval. `null` is uncompressed with a "
-        f"relative noise of {NOISE:g}: what chance alone does. Differences inside ± {pairs.MARGIN} count as none."
-    )
-    return "\n\n".join([head, "\n".join(verdicts), "\n".join(table), notes]) + "\n"
-
-
-_FORMS = {"bits": "{:.2f}", "val_loss": "{:.4f}", **dict.fromkeys(("delta_nats", "delta_low", "delta_high"), "{:+.4f}")}
-
-
-def _cell(value: object, form: str) -> str:
-    return "–" if value is None else form.format(value)
-
-
 def main() -> None:
     """Run a script with a seed, as `python SCRIPT ...` would without one."""
     seed = json.loads(os.environ[ENVIRONMENT])["seed"]

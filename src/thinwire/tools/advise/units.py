@@ -84,7 +84,7 @@ def amount(count: float) -> str:
 
 def bits(bytes_per_s: float) -> str:
     """A rate in bits: 25 Gbit/s."""
-    return _scaled(8 * bytes_per_s, {"Gbit/s": 1e9, "Mbit/s": 1e6}, "kbit/s", 1e3)
+    return _scaled(8 * bytes_per_s, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6}, "kbit/s", 1e3)
 
 
 def _scaled(

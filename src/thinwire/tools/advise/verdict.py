@@ -197,7 +197,7 @@ def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
 def loss_text(job: TrainingJob, way: Way) -> str:
     """Loss: +0.0004 ± 0.0020 nats on 25 M; yours is 50 × larger."""
     if way.loss is None:
-        return "Loss: torch's own bf16, not measured" if way.is_exact else "Loss: not measured"
+        return "Loss: that of bf16, not measured" if way.is_exact else "Loss: not measured"
     text = f"Loss: {way.loss.found} ({way.loss.source}, {way.loss.seeds} seeds)"
     if way.loss.params is None:
         return text

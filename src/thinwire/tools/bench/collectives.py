@@ -7,9 +7,8 @@ are averages, every codec runs in both algorithms, and the host's time of a call
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from statistics import median
 from typing import Any
 
@@ -23,10 +22,10 @@ from thinwire.collectives import groups
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
-from thinwire.tools.local import launch, link as links
-from thinwire.tools.local.launch import World
+from thinwire.tools.local import launch
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
-from thinwire.tools.local.nccl import NcclRanks, NcclSetup, nccl_ranks
+from thinwire.tools.local.nccl import NcclRanks, nccl_ranks
 
 VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
@@ -62,7 +61,7 @@ class TimedCodec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveCase(NcclSetup):
+class CollectiveCase(RankSetup):
     """What is interleaved: rows that share their verb, world, link and size."""
 
     verb: str
@@ -70,8 +69,8 @@ class CollectiveCase(NcclSetup):
     entries: tuple[TimedCodec, ...]
 
     @property
-    def setup(self) -> NcclSetup:
-        return NcclSetup(world=self.world, link=self.link, on_nccl=self.on_nccl)
+    def setup(self) -> RankSetup:
+        return RankSetup(world=self.world, link=self.link, on_nccl=self.on_nccl)
 
     @property
     def averages(self) -> bool:
@@ -106,55 +105,37 @@ def run(
 ) -> Record:
     """A record of kind "collectives". `hosts`: on NCCL, as so many hosts; without `rounds`, as the clock allows."""
     backend = "gloo" if hosts is None else "nccl"
-    usual = (default_numel(link, quick),) if hosts is None else NCCL_QUICK_NUMELS if quick else NCCL_NUMELS
+    if hosts is None:
+        setups = [RankSetup(world=world, link=link) for world in worlds]
+        usual: tuple[int, ...] = (
+            QUICK_NUMEL if quick else SLOW_NUMEL if link is not None and link.rate < SLOW else NUMEL,
+        )
+    else:
+        setups = [RankSetup(world=one.world, on_nccl=one) for one in nccl_ranks(worlds, hosts)]
+        usual = NCCL_QUICK_NUMELS if quick else NCCL_NUMELS
     cases = []
-    for setup, verb, numel in product(setups(worlds, link, hosts), verbs, numels or usual):
+    for setup, verb, numel in product(setups, verbs, numels or usual):
         timed = entries(codecs or CODECS[backend], verb, setup.world, setup.on_nccl)
-        whole = divisible(verb, setup.world, numel)
+        whole = numel if verb in IN_PLACE else max(setup.world, numel - numel % setup.world)
         cases.append(CollectiveCase(**vars(setup), verb=verb, numel=whole, entries=timed))
     effort = Effort(rounds) if rounds else EFFORTS[backend, quick]
-    with timing.threads(launch.THREADS):
-        return collect("collectives", torch.device("cuda" if hosts else "cpu"), _rows(cases, effort, progress))
-
-
-def setups(worlds: Sequence[int], link: ShapedLink | None, hosts: Sequence[int] | None) -> list[NcclSetup]:
-    """One for each world; with `hosts`, on NCCL as so many hosts. An error where they could not start here."""
-    if link is not None:
-        links.check()
-    if hosts is None:
-        return [NcclSetup(world=world, link=link) for world in worlds]
-    return [NcclSetup(world=one.world, on_nccl=one) for one in nccl_ranks(worlds, hosts)]
-
-
-def default_numel(link: ShapedLink | None, quick: bool) -> int:
-    if quick:
-        return QUICK_NUMEL
-    return SLOW_NUMEL if link is not None and link.rate < SLOW else NUMEL
-
-
-def divisible(verb: str, world: int, numel: int) -> int:
-    """The nearest size not above `numel` that the verb can cut into equal parts."""
-    return numel if verb in IN_PLACE else max(world, numel - numel % world)
+    device = torch.device("cuda" if hosts else "cpu")
+    return collect("collectives", device, _rows(cases, effort, progress), launch.THREADS)
 
 
 def entries(names: Sequence[str], verb: str, world: int, on_nccl: NcclRanks | None = None) -> tuple[TimedCodec, ...]:
     """Codecs always compress, on NCCL in both algorithms of a sum; "auto" is int8 where it pays, "plain" is exact."""
-    both = on_nccl is not None and verb == "all_reduce"
+    if verb != "all_reduce":
+        algorithms: tuple[str, ...] = ("compressed",)
+    else:  # one of gloo: that which sends least
+        algorithms = ALGORITHMS if on_nccl is not None else ALGORITHMS[:1] if world == 2 else ALGORITHMS[1:]
     found = []
     for name in names:
         if name in (AUTO, PLAIN):
             found.append(TimedCodec(name, codec("int8" if name == AUTO else "none"), name))
         else:
-            algorithms = ALGORITHMS if both else (compressing(verb, world),)
             found += [TimedCodec(str(codec(name)), codec(name), algorithm) for algorithm in algorithms]
     return tuple(dict.fromkeys(found))
-
-
-def compressing(verb: str, world: int) -> str:
-    """The algorithm that sends least and uses the codec whatever the size."""
-    if verb != "all_reduce":
-        return "compressed"
-    return "one_shot" if world == 2 else "two_phase"
 
 
 def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: int) -> float:
@@ -169,19 +150,15 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
 
 def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
     """Ranks stay for all cases of a world and placement, which follow each other."""
-    started: dict[tuple[int, NcclRanks | None], World] = {}
-    with ExitStack() as stack:
-        for case in progress(cases):
-            place = (case.world, case.on_nccl)
-            if place not in started:
-                stack.close()
-                started = {place: stack.enter_context(launch.ranks(case.setup))}
-            yield from rows_of(case, started[place].run(measure, case, effort))
+    for setup, of_setup in groupby(progress(cases), lambda case: case.setup):
+        with launch.ranks(setup) as world:
+            for case in of_setup:
+                yield from rows_of(case, world.run(measure, case, effort))
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
     for entry in case.entries:
-        samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
+        samples = [part[entry.key] for part in parts]
         same = len({sample.digest for sample in samples}) == 1
         yield {
             "verb": case.verb,
@@ -189,12 +166,8 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "algorithm": samples[0].algorithm,
             "numel": case.numel,
             **_byte_columns(case, entry, parts),
-            "rel_error": _rel_error(samples),
+            "rel_error": max(math.sqrt(sample.lost) for sample in samples),
             "identical": same if case.verb in SHARED else all(sample.repeats for sample in samples),
-            "auto": entry.algorithm == "auto",
-            "plain_cpu_ms": timing.cpu_ms(plain),
-            "bf16_cpu_ms": timing.cpu_ms(bf16),
-            "bf16_rel_error": _rel_error(bf16),
             **timing.beside(parts, entry.key, FP32, BF16),
             **case.columns(),
             **({} if case.on_nccl is None else {"asked": entry.algorithm}),
@@ -213,10 +186,6 @@ def _byte_columns(case: CollectiveCase, entry: TimedCodec, parts: Parts) -> Row:
         "wire_limit_share": 8e3 * least / case.link.rate / ms if case.link else None,
         "bytes_sent": sent,
     }
-
-
-def _rel_error(samples: Sequence[CallSample]) -> float:
-    return max(math.sqrt(sample.lost) for sample in samples)
 
 
 # The ranks' side.

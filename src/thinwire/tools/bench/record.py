@@ -8,7 +8,6 @@ Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...
 import contextlib
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -91,9 +90,13 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
-def collect(kind: str, device: "torch.device", rows: Generator[Row]) -> Record:
-    """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished."""
-    record = Record(kind, conditions(device), [])
+def collect(kind: str, device: "torch.device", rows: Generator[Row], threads: int | None = None) -> Record:
+    """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished.
+
+    threads: of torch where rows are measured; None: as here.
+    """
+    here = conditions(device)
+    record = Record(kind, {**here, "threads": threads or here["threads"]}, [])
     try:
         with contextlib.closing(rows):
             for row in rows:
@@ -111,7 +114,7 @@ def conditions(device: "torch.device") -> dict[str, Value]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "thinwire": __version__,
         "torch": torch.__version__,
-        "triton": _installed("triton", "pytorch-triton"),
+        "triton": next((one.version for one in metadata.distributions(name="triton")), None),
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": _cpu(),
@@ -205,34 +208,14 @@ def _is_curve(value: object) -> bool:
 
 
 def _json(value: Value | Row) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """The value, with null for what JSON cannot say."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _installed(*names: str) -> str | None:
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite, ensure_ascii=False)
 
 
 def _cpu() -> str:
-    """The processor's model name, from whichever source this system has."""
-    sources = (("cat", "/proc/cpuinfo"), ("lscpu",), ("sysctl", "-n", "machdep.cpu.brand_string"))
-    for command in sources:
-        text = _output(*command) or ""
-        found = re.search(r"^model name\s*:\s*(.+)$", text, re.IGNORECASE | re.MULTILINE)
-        if found or (text and command[0] == "sysctl"):
-            return (found[1] if found else text).strip()
-    return platform.processor() or platform.machine()
+    """The processor's model name: Linux's, or macOS's."""
+    found = re.search(r"^Model name:\s*(.+)$", _output("lscpu") or "", re.MULTILINE)
+    return found[1] if found else _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
 
 
 def _commit() -> str | None:

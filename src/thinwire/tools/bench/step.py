@@ -27,7 +27,7 @@ from thinwire.tools.bench import models, timing
 from thinwire.tools.bench.models import MODELS, Batch, StepModel
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import NOTHING, Call, Effort, Sample
-from thinwire.tools.local import launch, link as links, torchrun
+from thinwire.tools.local import launch
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 from thinwire.tools.local.torchrun import RankPlace
@@ -211,25 +211,18 @@ def run(
     `place`: by the ranks that torchrun started, of which every one has all rows; else ranks are started here.
     """
     device = torch.device("cpu") if place is None else place.device
-    if link is not None:
-        links.check()
-    how: dict[str, Any] = {"link": link, "place": place, "schemes": lineup(codecs or CODECS[parallel], parallel)}
+    how: dict[str, Any] = {"link": link, "place": place}
     name = model or ("mlp-1m" if quick else MODEL[device.type])
-    cases = [StepCase(world=world, model=name, parallel=parallel, **how) for world in worlds]
+    schemes = lineup(codecs or CODECS[parallel], parallel)
+    cases = [StepCase(world=world, model=name, parallel=parallel, schemes=schemes, **how) for world in worlds]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
         for case in progress(cases):
-            if place is not None:
-                parts: list[Any] = [None] * case.world
-                dist.all_gather_object(parts, measure(case, effort))
-                yield from rows_of(case, parts)
-                continue
-            with launch.ranks(RankSetup(world=case.world, link=link)) as started:
-                yield from rows_of(case, started.run(measure, case, effort))
+            with launch.ranks(RankSetup(world=case.world, **how)) as ranks:
+                yield from rows_of(case, ranks.run(measure, case, effort))
 
-    with torchrun.job(device) if place else timing.threads(launch.THREADS):
-        return collect("collectives", device, rows())
+    return collect("collectives", device, rows(), cases[0].threads)
 
 
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:

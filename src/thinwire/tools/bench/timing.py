@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.tools.bench.record import Row
 from thinwire.tools.local import link as links
+from thinwire.tools.local.torchrun import synchronize
 
 Call = Callable[[], object]
 CPU = torch.device("cpu")
@@ -99,11 +100,6 @@ def meet(device: torch.device) -> None:
     synchronize(device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _rank_0_decides(mine: int, device: torch.device) -> int:
     shared = torch.tensor([mine], device=device)
     dist.broadcast(shared, 0)
@@ -170,7 +166,6 @@ def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
         "cpu_ms_per_rank": cpu_ms([part[name] for part in samples]),
         "rounds": len(times),
         "host_ms": median(slowest(samples, name, "host_ms")),
-        "plain_host_ms": median(slowest(samples, plain, "host_ms")),
     }
 
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from thinwire.errors import AdviceError, CodecError
 from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
-from thinwire.tools.bench.record import Record
+from thinwire.tools.bench.record import Interrupted, Record, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Json, LinkRate, Quick, Words, count, option
 from thinwire.tools.local import link as links, torchrun
+from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import BenchError
 from thinwire.tools.report import tables
 
@@ -60,11 +61,10 @@ def link_command(
     sizes = exchange.SIZES[:3] if quick else exchange.SIZES
     with screen.usage_errors("environment", AdviceError):
         place = torchrun.place()
-    if place is None:
-        deliver(partial(exchange.run, world, flags.shaped(link), sizes), json)
-        return
-    flags.refuse("the ranks of torchrun measure their own link", link=link)
-    deliver(partial(exchange.run_here, place.device, sizes), json, quiet=place.rank > 0)
+    if place is not None:
+        flags.refuse("the ranks of torchrun measure their own link", link=link)
+    setup = RankSetup(world=world, link=flags.shaped(link), place=place)
+    deliver(partial(exchange.run, setup, sizes), json, quiet=place is not None and place.rank > 0)
 
 
 @app.command("collectives")
@@ -186,11 +186,23 @@ def deliver(
     another rank prints and writes.
     """
     flags.writable(json, "--json")
-    with screen.plain_errors(), screen.usage_errors(None, BenchError):
-        record, status = screen.measured(measure)
+    status = 0
+    try:
+        with screen.plain_errors(), screen.usage_errors(None, BenchError), screen.progress() as shown:
+            record = measure(progress=shown)
+    except Interrupted as stop:
+        typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)
+        record, status = stop.record, screen.INTERRUPTED
     if quiet:
         raise typer.Exit(status)
-    written = screen.written(record, json)  # first: the table's reader may go away
+    try:
+        if json is not None:
+            write(record, json)  # first: the table's reader may go away
+    except OSError as error:
+        if json == "-":
+            raise
+        typer.echo(f"Error: {json} cannot be written: {error.strerror or error}", err=True)
+        status = 1
     if json != "-":
         show(record, screen.console())
     for row in record.rows:
@@ -198,4 +210,4 @@ def deliver(
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
-    raise typer.Exit(status or int(failed) if written else 1)
+    raise typer.Exit(status or int(failed))

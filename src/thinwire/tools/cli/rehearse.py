@@ -9,7 +9,7 @@ from rich.console import Console
 
 from thinwire.errors import CodecError
 from thinwire.integrations.choice import options
-from thinwire.tools import rehearsal
+from thinwire.tools import pairs, rehearsal
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.bench import deliver
@@ -56,7 +56,11 @@ def command(
 
 def _show(page: str | None, record: Record, console: Console) -> None:
     if page and record.rows:
-        Path(page).write_text(rehearsal.page(record), encoding="utf-8")
+        rows = record.rows
+        head = f"# Rehearsal of {rows[0]['size']}: {rows[0]['world']} ranks, {rows[0]['seeds']} seeds"
+        verdicts = "\n".join(f"- {row['verdict']}" for row in rows if row["arm"] != rehearsal.NONE)
+        note = f"Differences inside ± {pairs.MARGIN} nats count as none."
+        Path(page).write_text("\n\n".join([head, verdicts, note, tables.markdown(record)]) + "\n", encoding="utf-8")
     tables.show(record, console)
     for row in record.rows:
         if row["arm"] != rehearsal.NONE:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Interrupted, Progress, Record, write
+from thinwire.tools.bench.record import Progress
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -117,29 +117,6 @@ def progress() -> Iterator[Progress]:
                 bar.advance(task)
 
         yield follow
-
-
-def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
-    """Run a measurement with a progress bar; return its record, after Ctrl-C the finished rows, and the exit status."""
-    try:
-        with progress() as shown:
-            return measure(progress=shown), 0
-    except Interrupted as stop:
-        typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)
-        return stop.record, INTERRUPTED
-
-
-def written(record: Record, path: str | None) -> bool:
-    """Write a record where that is asked for; False, and a complaint, where the file cannot be written."""
-    try:
-        if path is not None:
-            write(record, path)
-    except OSError as error:
-        if path == "-":
-            raise
-        typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, codec, names
 from thinwire.kernels import Backend, Encoding, hashing, reference, select
 
-SIZES = (1, 385)  # one element, three blocks and a bit
-DTYPES = (torch.float32, torch.bfloat16)
+CASES = ((385, torch.float32), (1, torch.bfloat16))  # three blocks and a bit, one element
 OPTIONS = (
     *("int8:mode=affine", "int3:block=24,mode=affine", "int4:rounding=stochastic"),
     *("lloyd2:block=64", "lloyd3:rotate=false", "lloyd4:scale=unbiased"),
@@ -34,7 +33,7 @@ def differences(backend: Backend, device: torch.device, few: bool = False) -> tu
     few: what a DDP model uses first, for kernels that are compiled when they are used.
     """
     compared = [codec(spec) for spec in FEW] if few else codecs()
-    ops, dtypes = (FEW_OPS, DTYPES[:1]) if few else (OPS, DTYPES)
+    ops, cases = (FEW_OPS, CASES[:1]) if few else (OPS, CASES)
 
     def compare(chosen: Codec, numel: int, dtype: torch.dtype) -> list[tuple[str, bool]]:
         how = chosen.encoding(dtype)
@@ -45,7 +44,7 @@ def differences(backend: Backend, device: torch.device, few: bool = False) -> tu
         return [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
 
     with ThreadPoolExecutor(8 if device.type == "cuda" else 1) as pool:  # so that kernels are compiled together
-        waiting = [pool.submit(compare, *case) for case in product(compared, SIZES, dtypes)]
+        waiting = [pool.submit(compare, chosen, *case) for chosen, case in product(compared, cases)]
         found = [pair for one in waiting for pair in one.result()]
     return len(found), [name for name, same in found if not same]
 

@@ -23,7 +23,7 @@ from thinwire.tools.bench.models import Batch, StepModel, Transformer, Transform
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.step import BF16, COMPUTE, NONE, Replica, StepCase, StepSample, StepScheme
 from thinwire.tools.bench.timing import Effort
-from thinwire.tools.local import launch, link as links
+from thinwire.tools.local import launch
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import ShapedLink
 
@@ -128,13 +128,10 @@ def run(
     progress: Progress = iter,
 ) -> Record:
     """A record of kind "train". Ctrl-C raises Interrupted with the rows of the schemes that were finished."""
-    if link is not None:
-        links.check()
     usual = QUICK if quick else DemoPlan()
     lined_up = tuple(dict.fromkeys(step.parse(name) for name in (NONE, *(codecs or CODECS))))
     plan = replace(usual, schemes=lined_up, world=world, link=link, steps=steps or usual.steps)
-    with timing.threads(launch.THREADS):
-        return collect("train", timing.CPU, _rows(plan, progress))
+    return collect("train", timing.CPU, _rows(plan, progress), launch.THREADS)
 
 
 def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:

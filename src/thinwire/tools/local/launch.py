@@ -1,10 +1,10 @@
-"""The ranks of a benchmark: processes to which functions are sent.
+"""The ranks of a benchmark: processes to which functions are sent, or the job of torchrun that this process is in.
 
     with launch.ranks(RankSetup(world=4)) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks run gloo over loopback, or each on a host behind a shaped link. They live and die with the block: a rank that
-loses the pipe to this process exits, whatever it was doing.
+Ranks that are started here run gloo over loopback, or each on a host behind a shaped link, or NCCL. They live and die
+with the block: a rank that loses the pipe to this process exits, whatever it was doing.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.local import link as links
+from thinwire.tools.local import link as links, torchrun
 from thinwire.tools.local.link import ShapedLink
+from thinwire.tools.local.nccl import NcclRanks
 from thinwire.tools.local.torchrun import BACKENDS, RankPlace
 
 STOP_S = 20.0
@@ -45,34 +46,53 @@ class RankError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """How ranks run: gloo over loopback or a shaped link, one rank per host; or as torchrun started them."""
+    """How ranks run: gloo over loopback or a shaped link, one rank per host; on NCCL; or as torchrun started them."""
 
     world: int
     link: ShapedLink | None = None
     place: RankPlace | None = None
+    on_nccl: NcclRanks | None = None
 
     @property
     def link_name(self) -> str:
-        return "torchrun" if self.place else str(self.link or "loopback")
+        return self.on_nccl.link if self.on_nccl else "torchrun" if self.place else str(self.link or "loopback")
 
     def device(self, rank: int) -> torch.device:
+        if self.on_nccl:
+            return self.on_nccl.gpu(rank)
         return self.place.device if self.place else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        return BACKENDS[self.device(0).type]
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads() if self.place else THREADS
 
     def columns(self) -> dict[str, str | int | bool | None]:
         """Where a row's ranks ran."""
-        where = {"world": self.world, "nodes": None, "link": self.link_name, "threads": torch.get_num_threads()}
-        return {**where, "cores": os.cpu_count(), "backend": BACKENDS[self.device(0).type]}
+        where = {"world": self.world, "nodes": None, "link": self.link_name, "threads": self.threads}
+        where |= {"cores": os.cpu_count(), "backend": self.backend}
+        return where | self.on_nccl.columns() if self.on_nccl else where
 
     def join(self, rank: int, host: str | None, path: str) -> None:
         """On a rank that was started here: make the group of all."""
         if host is not None:
             links.enter(host)  # before the first thread and the first socket of the group
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
+        how: dict[str, Any] = {"timeout": timedelta(minutes=10)}
+        if self.on_nccl:
+            os.environ.update(self.on_nccl.environment(rank))  # before anything of CUDA
+            torch.cuda.set_device(self.device(rank))
+            how = {"timeout": timedelta(minutes=2), "device_id": self.device(rank)}
         store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(minutes=10))
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.world, **how)
 
 
 class World:
+    """Ranks that were started here."""
+
     def __init__(self, pipes: Sequence[Connection], folder: Path) -> None:
         self._pipes = pipes  # in rank order
         self._folder = folder  # of what they write on standard error
@@ -108,10 +128,24 @@ class World:
         return value
 
 
+class JobWorld:
+    """The ranks of torchrun, each of which calls this."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """What fn(*args) gives on every rank, on all of them."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, fn(*args))
+        return found
+
+
 @contextlib.contextmanager
-def ranks(setup: RankSetup) -> Iterator[World]:
-    """Start ranks of THREADS torch threads each, end them with the block."""
+def ranks(setup: RankSetup) -> Iterator[World | JobWorld]:
+    """Start ranks of THREADS torch threads each, end them with the block; or use those of torchrun."""
     with contextlib.ExitStack() as stack:
+        if setup.place:
+            stack.enter_context(torchrun.job(setup.place.device))
+            yield JobWorld()
+            return
         stack.enter_context(links.sigterm_as_ctrl_c())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
         hosts = stack.enter_context(links.hosts(setup.world, setup.link)) if setup.link else []

@@ -151,12 +151,11 @@ def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
     port = f"port{number}"
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-    _run("ip", "-n", switch, "link", "set", port, "up")
     _run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
-    _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-    _run("ip", "-n", name, "link", "set", "lo", "up")
-    for namespace, device in ((name, INTERFACE), (switch, port)):
-        _shape(namespace, device, link)
+    for namespace, device in ((switch, port), (name, INTERFACE), (name, "lo")):
+        _run("ip", "-n", namespace, "link", "set", device, "up")
+        if device != "lo":
+            _shape(namespace, device, link)
 
 
 def _shape(namespace: str, device: str, link: ShapedLink) -> None:

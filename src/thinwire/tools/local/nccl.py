@@ -8,14 +8,11 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from thinwire.tools.local.launch import LOOPBACK, RankSetup
 from thinwire.tools.local.link import BenchError
 
 # Ranks of one GPU want more multiprocessors together than it has, and would wait for each other forever.
@@ -49,6 +46,11 @@ class NcclRanks:
     def gpu(self, rank: int) -> torch.device:
         return torch.device("cuda", rank % self.gpus)
 
+    def columns(self) -> dict[str, str | int | bool | None]:
+        """Where a row's ranks ran."""
+        mps = (Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control").exists() if self.shared else None
+        return {"nodes": self.nodes, "cards": self.gpus, "nccl": nccl_version(), "mps": mps}
+
     def environment(self, rank: int) -> dict[str, str]:
         """What NCCL needs in a rank's environment; what the user has set there stays."""
         found = dict(SHARED_GPU) if self.shared else {}
@@ -78,41 +80,3 @@ def nccl_version() -> str:
     except (OSError, AttributeError):  # linked into torch itself
         return ".".join(map(str, torch.cuda.nccl.version()[:3]))
     return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NcclSetup(RankSetup):
-    """Ranks on gloo, or on NCCL."""
-
-    on_nccl: NcclRanks | None = None
-
-    @property
-    def link_name(self) -> str:
-        """As of gloo's ranks; see NcclRanks.link."""
-        return self.on_nccl.link if self.on_nccl else super().link_name
-
-    def device(self, rank: int) -> torch.device:
-        """Of a rank."""
-        return self.on_nccl.gpu(rank) if self.on_nccl else super().device(rank)
-
-    def columns(self) -> dict[str, str | int | bool | None]:
-        """Where a row's ranks ran."""
-        found = super().columns()
-        if (ranks := self.on_nccl) is not None:
-            pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
-            found |= {"nodes": ranks.nodes, "cards": ranks.gpus, "nccl": nccl_version()}
-            found["mps"] = pipe.exists() if ranks.shared else None
-        return found
-
-    def join(self, rank: int, host: str | None, path: str) -> None:
-        """Make the group of all."""
-        if self.on_nccl is None:
-            super().join(rank, host, path)
-            return
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        os.environ.update(self.on_nccl.environment(rank))  # before anything of CUDA
-        gpu = self.on_nccl.gpu(rank)
-        torch.cuda.set_device(gpu)
-        store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]
-        how: dict[str, Any] = {"timeout": timedelta(minutes=2), "device_id": gpu}
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=self.world, **how)

@@ -77,19 +77,19 @@ def exchange_s(size: int, device: torch.device, *, shift: int = 1, rounds: int =
     taken = []
     for _ in range(rounds + 1):  # the first connects
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         receive = dist.P2POp(dist.irecv, received, (rank - shift) % world)
         send = dist.P2POp(dist.isend, sent, (rank + shift) % world)
         first, *others = dist.batch_isend_irecv([receive, send])
         first.wait()
-        _synchronize(device)
+        synchronize(device)
         taken.append(time.perf_counter() - start)
         for work in others:
             work.wait()
     return taken[1:]
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
