@@ -352,7 +352,7 @@ def test_models(name: str, params: int) -> None:
 @pytest.mark.parametrize(("parallel", "codecs"), [("ddp", "int8,lloyd2@ef21"), ("fsdp2", "int8/int8")])
 def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step.json")
-    run = bench("step", "--quick", "--rounds", "2", "--parallel", parallel, "--codecs", codecs, "--json", path)
+    run = bench("step", "--quick", "--rounds", "1", "--parallel", parallel, "--codecs", codecs, "--json", path)
     assert (run.exit_code, run.stderr) == (0, ""), run.output
     rows = record.read(path).rows
     assert [row["codec"] for row in rows] == ["none", "bf16", *codecs.split(",")]

@@ -43,7 +43,7 @@ def command(
     The network learns the text of Python's help pages. Nothing is downloaded, and no GPU is needed. Every codec trains
     from the same three seeds on the same batches. As root, or where users may create network namespaces, ranks talk
     over a link shaped to 1 Gbit/s, else over loopback, where bytes cost nothing. The demo prints loss, bytes and time
-    per step as measured here, and a verdict from this run's own losses. It takes about a minute on two cores. After
+    per step as measured here, and a verdict from this run's own losses. It takes about two minutes on two cores. After
     Ctrl-C the codecs that were finished are printed and written, and the exit status is 130.
 
     \b
