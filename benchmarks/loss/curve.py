@@ -105,14 +105,14 @@ def plot(record: Record, path: str) -> None:
     known: list[dict[str, Any]] = [row for row in record.rows if row["delta_high"] is not None]
     rows = [row for row in known if row["arm"] not in (arms.FP32, arms.NULL)]
     null = next((row for row in known if row["arm"] == arms.NULL), None)
-    shown = [("delta_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.03, 0.1))]
+    shown = [("delta_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.02, 0.1))]
     if any(row["tokens_more_percent"] is not None for row in rows):
         shown.append(("tokens_more_percent", "more tokens for the same loss, %", (-10, -3, 0, 3, 10, 30, 100)))
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4), sharex=True, squeeze=False)
     for axis, (column, label, ticks) in zip(axes[0], shown, strict=True):
         axis.axhline(0, lw=0.8, color="black")
         if column == "delta_nats":
-            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label="counts as no difference")
+            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label="no difference: an interval inside")
             if null is not None:
                 _mark(axis, 32, null["delta_nats"], pairs.Difference.of(null).half, "null", "d", "tab:gray")
         for row in rows:
@@ -121,7 +121,7 @@ def plot(record: Record, path: str) -> None:
             kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
             _mark(axis, row["bits"] * 1.07**beside, row[column], half, str(row["arm"]), *kind)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("symlog", linthresh=ticks[4])
+        axis.set_yscale("symlog", linthresh=1.5 * ticks[5])  # what is shown is linear, but for bad controls
         for side, places in ((axis.xaxis, (1, 2, 3, 4, 8, 16, 32)), (axis.yaxis, ticks)):
             side.set_major_locator(FixedLocator(places))
             side.set_major_formatter(FixedFormatter([f"{place:g}" for place in places]))
@@ -138,7 +138,8 @@ def plot(record: Record, path: str) -> None:
 
 def _mark(axis: Any, bits: float, value: float, half: float | None, name: str, mark: str, color: str) -> None:
     axis.errorbar(bits, value, yerr=half, fmt=mark, color=color, capsize=3, ms=5)
-    axis.annotate(name, (bits, value), textcoords="offset points", xytext=(6, 3), fontsize=8)
+    below = value - (half or 0)
+    axis.annotate(name, (bits, below), textcoords="offset points", xytext=(0, -10), fontsize=8, ha="center")
 
 
 def main() -> None:
