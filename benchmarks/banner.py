@@ -51,14 +51,16 @@ def main(path: str) -> None:
 
     found = shown()
     figure, (gains, costs) = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True)
-    for place, (gain, loss) in enumerate(found.values()):
-        gains.barh(place, gain, color="#8c96a8" if place == 0 else "#3f51b5", height=0.6)
-        gains.text(gain + 0.03, place, f"{gain:.2f} ×", va="center", color="#555")
+    for place, (over, loss) in enumerate(found.values()):
+        gains.barh(place, over, color="#8c96a8" if place == 0 else "#3f51b5", height=0.6)
+        gains.text(over + 0.03, place, f"{over:.2f} ×", va="center", color="#555")
         costs.errorbar(loss.gap, place, xerr=loss.half, fmt="o", color="#3f51b5", capsize=3)
         said = f"  {units.amount(loss.params or 0)} weights, {loss.seeds} seeds"
         costs.text(loss.gap + loss.half, place, said, va="center", color="#555", fontsize=8)
-    gains.set_title("step, speedup over torch's bf16 hook\nGPT of 124 M weights, 2 ranks on one H200, local TCP", fontsize=9)
-    costs.set_title("validation loss above fp32, nats, 95 % interval\nband: an interval inside counts as no difference", fontsize=9)
+    gain = "step, speedup over torch's bf16 hook\nGPT of 124 M weights, 2 ranks on one H200, local TCP"
+    cost = "validation loss above fp32, nats, 95 % interval\nband: an interval inside counts as no difference"
+    for axis, title in ((gains, gain), (costs, cost)):
+        axis.set_title(title, fontsize=9)
     gains.set_yticks(range(len(found)), list(found))
     gains.set_xlim(0, 1.2 * max(gain for gain, _ in found.values()))
     gains.invert_yaxis()

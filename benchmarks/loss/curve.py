@@ -112,7 +112,8 @@ def plot(record: Record, path: str) -> None:
     for axis, (column, label, ticks) in zip(axes[0], shown, strict=True):
         axis.axhline(0, lw=0.8, color="black")
         if column == "delta_nats":
-            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label="no difference: an interval inside")
+            said = "no difference: an interval inside"
+            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label=said)
             if null is not None:
                 _mark(axis, 32, null["delta_nats"], pairs.Difference.of(null).half, "null", "d", "tab:gray")
         for row in rows:
