@@ -13,7 +13,8 @@ from thinwire.tools.bench import record
 from thinwire.tools.recommend import Loss
 
 STEPS = "ddp_steps_gpt124m_h200_2026-11-18.json"
-NAMES = {"bf16": "bf16", "powersgd4": "powersgd4", "int8": "int8", "lloyd4": "lloyd4", "lloyd2": "lloyd2 + moments"}
+PEERS = {"bf16": "bf16", "powersgd4": "powersgd4 + classic"}
+NAMES = {**PEERS, "int8": "int8", "lloyd4": "lloyd4", "lloyd2": "lloyd2 + moments"}
 
 
 def shown() -> dict[str, tuple[float, Loss]]:
@@ -52,7 +53,7 @@ def main(path: str) -> None:
     found = shown()
     figure, (gains, costs) = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True)
     for place, (over, loss) in enumerate(found.values()):
-        gains.barh(place, over, color="#8c96a8" if place == 0 else "#3f51b5", height=0.6)
+        gains.barh(place, over, color="#8c96a8" if place < len(PEERS) else "#3f51b5", height=0.6)
         gains.text(over + 0.03, place, f"{over:.2f} ×", va="center", color="#555")
         costs.errorbar(loss.gap, place, xerr=loss.half, fmt="o", color="#3f51b5", capsize=3)
         said = f"  {units.amount(loss.params or 0)} weights, {loss.seeds} seeds"
@@ -66,8 +67,11 @@ def main(path: str) -> None:
     gains.invert_yaxis()
     costs.axvspan(-0.003, 0.003, alpha=0.2, color="#2e9f6b")
     costs.axvline(0, lw=0.6, color="#555")
-    costs.locator_params(axis="x", nbins=5)
-    costs.set_xlim(right=0.035)
+    places = (-0.01, 0, 0.01, 0.1)
+    costs.set_xscale("symlog", linthresh=0.02)
+    costs.set_xticks(places, [f"{place:g}" for place in places], minor=False)
+    costs.minorticks_off()
+    costs.set_xlim(-0.02, 2)
     for axis in (gains, costs):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
