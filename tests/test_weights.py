@@ -124,6 +124,8 @@ def test_publishers_of_some_names_and_other_models() -> None:
         WeightPublisher(trainer, names=["nothing"]).publish()
     with pytest.raises(CollectiveError, match="names has nothing"):
         WeightSubscriber(trainer, names=["nothing"])
+    with pytest.raises(CollectiveError, match="0 or more, got -1"):
+        WeightPublisher(trainer, history=-1)
     with pytest.raises(CollectiveError, match=r"dtype=torch\.int8"):
         WeightPublisher(trainer, dtype=torch.int8)
     with pytest.raises(CollectiveError, match="got list"):

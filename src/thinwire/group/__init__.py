@@ -32,7 +32,6 @@ from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.hierarchical import flat_algorithm
 from thinwire.collectives.point_to_point import Letter, start
-from thinwire.collectives.work import StreamWork
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
@@ -269,11 +268,12 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     def _run(self, opts: Any, verb: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """A verb of thinwire. One with a timeout of its own is started here, and waited for by torch."""
         limit = opts.timeout if opts is not None and opts.timeout > _UNSET else None
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        if limit is not None and backend(self.inner, first.device) == "nccl":
+            raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
         is_async = opts is None or limit is not None or bool(opts.asyncOp)
         work = verb(*args, group=self.inner, async_op=is_async, **{"algorithm": "compressed", **how})
         if limit is not None:
-            if isinstance(work, StreamWork):
-                raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
             work.limit = limit
         return self._noted(_DONE if work is None else work)
 

@@ -326,9 +326,9 @@ def settings_of(optimizer: Optimizer) -> str:
 
 def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
     """Raise if an option of compress_ddp or compress_fsdp is wrong for any model."""
-    for name in ("inside", "weights"):
+    for name, read in (("inside", registry.codec), ("weights", codec_of_weights)):
         if name in options:
-            codec_of_weights(options[name]) if name == "weights" else registry.codec(options[name])
+            read(options[name])
     by_model = ("inside", "weights", "replica", "mesh")
     rest = {name: value for name, value in options.items() if name not in by_model}
     check_known("compress_ddp", DDPKeywords, rest)
