@@ -196,7 +196,7 @@ def wanted_by(label: str, start: Callable[[], None], known: set[str]) -> list[Wa
     """The kernels that some launches ask for, but those that are known."""
     found = []
 
-    def begin(name: str, make: Callable[[], Any]) -> Future[Any]:
+    def begin(name: str, make: Callable[[], Any], load: object) -> Future[Any]:
         if name not in known:
             known.add(name)
             found.append(Wanted(name.split()[0], f"{name.split()[0]} of {label}", make))

@@ -173,6 +173,25 @@ def test_one_rank_of_a_machine_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_rank_that_loads_a_kernel_keeps_no_other_from_compiling(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA may load it only once other ranks have sent something. See [Note: Loaded without the lock]."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def load(made: str) -> None:
+        assert made == "kernel"
+        with lock_in(tmp_path).open() as another:
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        loaded.append(made)
+
+    loaded: list[str] = []
+    assert compiling.begin("one", lambda: "kernel", load).result(60) == "kernel"
+    assert loaded == ["kernel"]
+    compiling.compiled()
+
+
 def lock_in(folder: Path) -> Path:
     (found,) = folder.glob("*.lock")
     return found

@@ -21,7 +21,7 @@ from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.lane import Key
 from thinwire.collectives.pipeline import broken
-from thinwire.collectives.transport import LostRankError, Moving, pair_tag
+from thinwire.collectives.transport import LostRankError, Messages, Moving, pair_tag
 from thinwire.collectives.work import MessageWork, Work
 from thinwire.errors import CollectiveError
 
@@ -251,10 +251,8 @@ def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
     """All messages as one group of NCCL's."""
     if any(post.letter.peer is None for post in posts):
         return _start_one(channel, posts[0])  # which refuses it
-    sends, receives = (
-        [(post.letter.peer or 0, post.wire) for post in posts if post.letter.sent == sent] for sent in (True, False)
-    )
-    moving = channel.transport.message(sends, receives, 0)
+    moving = channel.transport.message(*_sorted(posts), 0)
+    channel.transport.count(*_sorted([post for post in posts if post.coder is not None]))
 
     def finish() -> None:
         for post in posts:
@@ -262,3 +260,11 @@ def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
 
     site = CallSite(channel.next_message(), " and ".join(post.text for post in posts))
     return MessageWork(moving, [post.letter.tensor for post in posts], finish, channel.failures, site)
+
+
+def _sorted(posts: Sequence[_Post]) -> tuple[Messages, Messages]:
+    """What is sent and what is received."""
+    sends, receives = (
+        [(post.letter.peer or 0, post.wire) for post in posts if post.letter.sent == sent] for sent in (True, False)
+    )
+    return sends, receives

@@ -224,7 +224,8 @@ class Transport:
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for all messages, on transports where waiting for a message does not."""
 
-    def _count(self, sends: Messages, receives: Messages) -> None:
+    def count(self, sends: Messages, receives: Messages) -> None:
+        """Add wires to what this rank has sent and received."""
         self.sent += sum(part.numel() for _, part in sends)
         self.received += sum(part.numel() for _, part in receives)
 
@@ -284,7 +285,7 @@ class PairTransport(Transport):
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
-        self._count(sends, receives)
+        self.count(sends, receives)
         if not self.checked:
             return self._start(sends, receives, tag, lengths)
         sums_out = [(rank, sums_of(part)) for rank, part in sends]  # they follow their messages
@@ -319,7 +320,7 @@ class PairTransport(Transport):
             raise CollectiveError(
                 "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
             )
-        self._count((), [(0, part)])
+        self.count((), [(0, part)])
         return Moving([self.group.recv_anysource([part], tag)], [None], self._options)
 
     def agree(self, values: Sequence[int]) -> list[int]:
@@ -436,9 +437,10 @@ class StreamTransport(Transport):
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
-        self._count(sends, receives)
-        if not sends and not receives:
-            return []
+        self.count(sends, receives)
+        return self._together(sends, receives) if sends or receives else []
+
+    def _together(self, sends: Messages, receives: Messages) -> list[Waitable]:
         group: Any = self.group
         if group in dist.distributed_c10d._world.pg_map:
             ops = [dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sends]
@@ -449,10 +451,12 @@ class StreamTransport(Transport):
         return [group._end_coalescing(self.device)]
 
     def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
-        """One alone goes as torch's own does: it waits for its pair of ranks only, whatever else is under way."""
+        """One alone goes as torch's own does: it waits for its pair of ranks only, whatever else is under way.
+
+        The caller counts: not all of them are wires.
+        """
         if len(sends) + len(receives) > 1:
-            return Moving(self.exchange(sends, receives, tag), [None])
-        self._count(sends, receives)
+            return Moving(self._together(sends, receives), [None])
         return Moving(self._start(sends, receives), [rank for rank, _ in (*receives, *sends)])
 
     def _start(self, sends: Messages, receives: Messages) -> list[Waitable]:

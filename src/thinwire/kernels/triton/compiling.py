@@ -4,6 +4,9 @@
 kernel compiled, and does not wait for that. So a series of launches on such tensors says which kernels it needs, and
 `compiled` waits for all of them. A third of a compilation is Python and the rest is not, so that threads make several
 kernels two to three times as fast as one after the other. Kernels in Triton's cache take milliseconds.
+
+[Note: Loaded without the lock] CUDA may load a kernel only when the kernels that run in the process have ended. One of
+NCCL's ends when other ranks send, and those may be waiting for a lock. So no rank loads while it holds one.
 """
 
 import os
@@ -27,9 +30,9 @@ _announced = threading.Event()
 _begun: list[Future[Any]] = []  # since `compiled` was last called
 
 
-def begin(name: str, make: Callable[[], Any]) -> Future[Any]:
-    """Compile a kernel in a thread. name: the same in all processes that compile the same kernel."""
-    future = _pool().submit(_make, name, make)
+def begin(name: str, make: Callable[[], Any], load: Callable[[Any], object]) -> Future[Any]:
+    """Compile a kernel and load it, in a thread. name: the same in all processes that compile the same kernel."""
+    future = _pool().submit(_make, name, make, load)
     _begun.append(future)
     return future
 
@@ -52,9 +55,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(2, min(MOST_THREADS, os.cpu_count() or 2)), "thinwire-compiler")
 
 
-def _make(name: str, make: Callable[[], Any]) -> Any:
+def _make(name: str, make: Callable[[], Any], load: Callable[[Any], object]) -> Any:
     with _alone(name):
-        return make()
+        made = make()
+    load(made)  # [Note: Loaded without the lock]
+    return made
 
 
 @contextmanager

@@ -13,7 +13,7 @@ so it is compiled for others in their place, as long and not special, and launch
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +89,23 @@ class Prepared:
         assert given.keys() == self.places.keys(), f"expected {[*self.places]}, got {[*given]}"
         alike = self._kernel.do_not_specialize
         assert all(name in alike for name, value in given.items() if isinstance(value, int))
-        found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args))
+        found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args), self._load)
         found.add_done_callback(
             lambda done: done.exception() and self._found.pop(key, None)
         )  # the next one tries again
         return found
 
     def _compile(self, args: list[Any]) -> Any:
-        """The kernel, compiled and loaded. In any thread."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            made = self._kernel.warmup(*map(_typical, args), grid=self.grid, **self._options)
+        """The kernel, compiled. In any thread."""
+        with self._on_device():
+            return self._kernel.warmup(*map(_typical, args), grid=self.grid, **self._options)
+
+    def _load(self, made: Any) -> None:
+        with self._on_device():
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
-        return made
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 class _Start(NamedTuple):
