@@ -516,15 +516,13 @@ def call(line: str) -> Result:
 
 
 def test_two_answers_come_first_and_the_table_behind_all() -> None:
-    result = call(LARGE)
+    result = call("--params 1.3e9 --world 8 --inter 1gbit --step 1.2s")
     assert (result.exit_code, result.stderr) == (0, "")
     conditions, safe, code, faster, *_ = result.stdout.splitlines()
-    assert conditions.startswith(
-        "1.3 B parameters, ddp, 8 nodes of 8 ranks; 25 Gbit/s between nodes; 400 GB/s inside; "
-    )
-    assert re.match(r"Safe: int8 across nodes, bf16 inside, [\d.]+–[\d.]+ × over fp32", safe)
+    assert conditions.startswith("1.3 B parameters, ddp, 8 ")
+    assert re.match(r"Safe: lloyd4, [\d.]+–[\d.]+ × over fp32", safe)
     assert code.startswith("    thinwire.compress_ddp(")
-    assert faster.startswith("Faster: lloyd4")
+    assert faster.startswith("Faster: lloyd2")
     assert "check the loss. Loss: " in faster
     assert "Predicted, the fastest first" not in result.stdout
     assert "Predicted, the fastest first" in call(f"{LARGE} --all").stdout

@@ -95,7 +95,7 @@ def recorded(found: Sequence[Found]) -> Record:
 
 
 def plot(record: Record, path: str) -> None:
-    """Loss against bits with 95 % intervals, the margin and fp32's null arm, and its twin in % more tokens."""
+    """Loss against bits with 95 % intervals, the margin and fp32's null arm; on the right the same in % more tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -104,43 +104,59 @@ def plot(record: Record, path: str) -> None:
 
     known: list[dict[str, Any]] = [row for row in record.rows if row["delta_high"] is not None]
     rows = [row for row in known if row["arm"] not in (arms.FP32, arms.NULL)]
-    null = next((row for row in known if row["arm"] == arms.NULL), None)
-    shown = [("delta_nats", "validation loss above fp32's, nats", (-0.01, -0.003, 0, 0.003, 0.01, 0.02, 0.1))]
-    if any(row["tokens_more_percent"] is not None for row in rows):
-        shown.append(("tokens_more_percent", "more tokens for the same loss, %", (-10, -3, 0, 3, 10, 30, 100)))
-    figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4), sharex=True, squeeze=False)
-    for axis, (column, label, ticks) in zip(axes[0], shown, strict=True):
-        axis.axhline(0, lw=0.8, color="black")
-        if column == "delta_nats":
-            said = "no difference: an interval inside"
-            axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label=said)
-            if null is not None:
-                _mark(axis, 32, null["delta_nats"], pairs.Difference.of(null).half, "null", "d", "tab:gray")
-        for row in rows:
-            beside = sum(1 for other in rows[: rows.index(row)] if round(other["bits"]) == round(row["bits"]))
-            half = pairs.Difference.of(row).half if column == "delta_nats" else None
-            kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
-            _mark(axis, row["bits"] * 1.07**beside, row[column], half, str(row["arm"]), *kind)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("symlog", linthresh=1.5 * ticks[5])  # what is shown is linear, but for bad controls
-        for side, places in ((axis.xaxis, (1, 2, 3, 4, 8, 16, 32)), (axis.yaxis, ticks)):
-            side.set_major_locator(FixedLocator(places))
-            side.set_major_formatter(FixedFormatter([f"{place:g}" for place in places]))
-            side.set_minor_locator(NullLocator())
-        axis.set_xlim(0.9, 48)
-        axis.set_xlabel("bits per element on the wire")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(loc="upper right", fontsize=8)
+    figure, axis = plt.subplots(figsize=(7, 4))
+    axis.axhline(0, lw=0.8, color="black")
+    said = "no difference: an interval inside"
+    axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label=said)
+    for row in known:
+        if row["arm"] == arms.NULL:
+            _mark(axis, 32, row, "d", "tab:gray")
+    for row in rows:
+        beside = sum(1 for other in rows[: rows.index(row)] if round(other["bits"]) == round(row["bits"]))
+        kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
+        _mark(axis, row["bits"] * 1.07**beside, row, *kind)
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(0.9, 48)
+    axis.set_xlabel("bits per element on the wire")
+    axis.set_ylabel("validation loss above fp32's, nats")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper right", fontsize=8)
+    nats = (-0.01, -0.003, 0, 0.003, 0.01, 0.02, 0.1)
+    scales: list[tuple[Any, Sequence[float], Sequence[float]]] = [
+        (axis.xaxis, (1, 2, 3, 4, 8, 16, 32), (1, 2, 3, 4, 8, 16, 32)),
+        (axis.yaxis, nats, nats),
+    ]
+    axis.set_yscale("symlog", linthresh=0.03)  # what is shown is linear, but for bad controls
+    each = _slope(rows)
+    if each is not None:
+        twin = axis.twinx()
+        twin.set_yscale("symlog", linthresh=0.03)
+        twin.set_ylim(axis.get_ylim())
+        twin.set_ylabel("more tokens for fp32's loss, %")
+        percent = (-4, -2, 0, 2, 4, 8, 16, 32)
+        scales.append((twin.yaxis, [each * math.log2(1 + p / 100) for p in percent], percent))
+    for side, places, labels in scales:
+        side.set_major_locator(FixedLocator(places))
+        side.set_major_formatter(FixedFormatter([f"{label:g}" for label in labels]))
+        side.set_minor_locator(NullLocator())
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
 
-def _mark(axis: Any, bits: float, value: float, half: float | None, name: str, mark: str, color: str) -> None:
+def _slope(rows: Sequence[Found]) -> float | None:
+    """Nats per doubling of tokens, from the arm that differs most."""
+    known = [row for row in rows if row["tokens_more_percent"]]
+    if not known:
+        return None
+    most = max(known, key=lambda row: abs(row["delta_nats"]))
+    return float(most["delta_nats"] / math.log2(1 + most["tokens_more_percent"] / 100))
+
+
+def _mark(axis: Any, bits: float, row: Found, mark: str, color: str) -> None:
+    value, half = row["delta_nats"], pairs.Difference.of(dict(row)).half
     axis.errorbar(bits, value, yerr=half, fmt=mark, color=color, capsize=3, ms=5)
-    below = value - (half or 0)
-    axis.annotate(name, (bits, below), textcoords="offset points", xytext=(0, -10), fontsize=8, ha="center")
+    below = (bits, value - (half or 0))
+    axis.annotate(row["arm"], below, textcoords="offset points", xytext=(0, -10), fontsize=8, ha="center")
 
 
 def main() -> None:

@@ -263,8 +263,5 @@ def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
 
 
 def _sorted(posts: Sequence[_Post]) -> tuple[Messages, Messages]:
-    """What is sent and what is received."""
-    sends, receives = (
-        [(post.letter.peer or 0, post.wire) for post in posts if post.letter.sent == sent] for sent in (True, False)
-    )
-    return sends, receives
+    ends = [(post.letter.sent, (post.letter.peer or 0, post.wire)) for post in posts]
+    return [end for sent, end in ends if sent], [end for sent, end in ends if not sent]

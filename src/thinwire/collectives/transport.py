@@ -451,10 +451,7 @@ class StreamTransport(Transport):
         return [group._end_coalescing(self.device)]
 
     def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
-        """One alone goes as torch's own does: it waits for its pair of ranks only, whatever else is under way.
-
-        The caller counts: not all of them are wires.
-        """
+        """One alone goes as torch's own does: it waits for its pair of ranks only. The caller counts wires."""
         if len(sends) + len(receives) > 1:
             return Moving(self._together(sends, receives), [None])
         return Moving(self._start(sends, receives), [rank for rank, _ in (*receives, *sends)])
