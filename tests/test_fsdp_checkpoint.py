@@ -194,6 +194,19 @@ def test_the_sum_of_residuals_is_kept(
         torch.testing.assert_close(torch.stack([part[name] for part in loaded]).sum(0), total)
 
 
+def listed_replicas(group: Group) -> str:
+    """Both shards of a replica save under one key."""
+    run = Run(mesh_of(group, True), EF21)
+    run.train(0, SAVED_AT)
+    own = run.handle.state_dict()
+    return message_of(lambda: run.handle.load_state_dict([own, own]))
+
+
+def test_a_list_of_replicas_states_is_refused(ranks: RankPool) -> None:
+    for said in ranks(4).run(listed_replicas):
+        assert "ranks that share a replica cannot be told apart in it: pass this rank's own" in said
+
+
 def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: Path) -> None:
     saved = ranks(4).run(saved_by, str(tmp_path), True, CLASSIC)  # two replicas of two shards
     loaded = ranks(2).run(loaded_by, str(tmp_path), True, CLASSIC, 2)  # two replicas of one

@@ -203,10 +203,13 @@ def load(
     }
     for saved in states:
         schema.fields(rules if saved is head else remembered)("", saved)
+    parts = {key: part for saved in states for key, part in saved["ranks"].items()}
+    if len(parts) < sum(len(saved["ranks"]) for saved in states):
+        advice = "pass this rank's own, or one of state_dict(gather=True)"
+        raise CollectiveError(f"a list of states: ranks that share a replica cannot be told apart in it: {advice}")
     mine = next((saved for saved in states if layout.key(layout.rank) in saved["ranks"]), head)
     for name in ("mean", "replica"):  # of which every rank has its shard
         sharded(name, mine[name])
-    parts = {key: part for saved in states for key, part in saved["ranks"].items()}
     old = head["world"]
     advice = (
         "pass the states of all ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
