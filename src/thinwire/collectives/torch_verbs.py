@@ -29,7 +29,7 @@ def all_reduce(
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
-    whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
+    whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
     work = None
     for at, link in enumerate(links):
         if at:
@@ -78,7 +78,7 @@ def reduce_scatter(
     link = call.channel.transport
     whole = _row([output])
     sent = _row([input])
-    by_torch = link.has_all_ops and link.world > 1
+    by_torch = link.on_stream and link.world > 1
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = reduction.torch_op if by_torch else SUM
     work = _start(call, group_reduce_scatter, whole, sent, options)
