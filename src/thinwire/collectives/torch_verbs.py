@@ -20,8 +20,6 @@ from thinwire.collectives.failures import CallSite
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
-_SUMS: dict[str, Any] = {}  # options of sums without a factor, by name
-
 
 def all_reduce(
     call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
@@ -150,13 +148,8 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
 
 def _options(reduction: Reduction | None) -> Any:
     """The options of a sum on a group; None is SUM."""
-    name = "sum" if reduction is None else reduction.name
-    options: Any = _SUMS.get(name)
-    if options is None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = SUM if reduction is None else reduction.torch_op
-        if name != "premul_sum":
-            _SUMS[name] = options
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = SUM if reduction is None else reduction.torch_op
     return options
 
 
