@@ -18,13 +18,13 @@ import cases
 from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import lane as lane_module, sums
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span
+from thinwire.collectives.chunks import Cut, Desk, Flat
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce, Setting
 from thinwire.collectives.plan import CallPlan, with_scratch
 from thinwire.collectives.sums import OneShot, TwoPhase
 from thinwire.collectives.transport import Transport
-from thinwire.feedback import EF21, Classic, Gaps, LaneMemory, Ledger, Piece, deal
+from thinwire.feedback import EF21, Classic, Gaps, Ledger, Piece, deal
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = over("dtype", DTYPES)
@@ -48,59 +48,6 @@ def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def spans_of(edges: Sequence[int]) -> list[Bounds]:
     return list(itertools.pairwise(edges))
-
-
-fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
-
-
-@generated(40)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    sizes=st.lists(st.sampled_from([0, 1, 7, 128, 129, 300]), min_size=1, max_size=4),
-    calls=st.lists(st.tuples(st.sampled_from(["put", "add", "fill"]), st.integers(0, 3), fines), max_size=7),
-)
-def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
-    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    memory = LaneMemory(edges[-1], dtype, CPU)
-    model = torch.zeros(edges[-1])
-    for turn, (verb, which, fine) in enumerate(calls):
-        if verb == "fill":
-            model = torch.cat([kept(normal(end - begin, turn), dtype) for begin, end in spans_of(edges)])
-            memory.fill(model)
-            continue
-        begin, end = spans_of(edges)[which % len(sizes)]
-        values = normal(end - begin, turn, 1)
-        if fine:
-            added = values if verb == "put" else model[begin:end].to(memory.read().dtype) + values
-            model[begin:end] = kept(added.float(), dtype)
-        getattr(memory, verb)(Span(begin, end), values.clone(), fine)
-        assert_same(memory.read().float(), model, f"{verb} in turn {turn}")
-    for begin, end in spans_of(edges):
-        x, out = normal(end - begin, 5), torch.full((end - begin,), math.nan)
-        memory.add_to((begin, end), x, -3.0, out)
-        assert_same(out, torch.add(x, model[begin:end], alpha=-3.0))
-        memory.add_to((begin, end), x, -3.0, x)  # the same memory
-        assert_same(x, out)
-
-
-@over("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@over("memory_dtype", DTYPES)
-def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
-    """What a 16-bit sum would round away is in no residual."""
-    memory = LaneMemory(4, memory_dtype, CPU)
-    memory.fill(torch.ones(4))
-    out = torch.empty(4)
-    memory.add_to((0, 4), torch.full((4,), 2.0**-10, dtype=dtype), 4.0, out)
-    assert_same(out, torch.full((4,), 4 + 2.0**-10))
-
-
-def test_what_a_memory_was_filled_with_is_a_copy_of_its_size() -> None:
-    for dtype in DTYPES:
-        memory, values = LaneMemory(1024, dtype, CPU), torch.ones(1024)
-        memory.fill(values)
-        values.zero_()
-        assert_same(memory.read().float(), torch.ones(1024), str(dtype))
-        assert memory.nbytes == 1024 * dtype.itemsize
 
 
 # --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
@@ -193,9 +140,9 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
                 expected.append(blank if piece.name is None else model.get(piece.name, blank))
                 at += piece.numel
             gaps = torch.cat([torch.full((p.numel,), p.name is None) for p in pieces])
-            assert_same(memory.read().float()[~gaps], torch.cat(expected)[~gaps], "a lane")
+            assert_same(memory.float()[~gaps], torch.cat(expected)[~gaps], "a lane")
             values = kept(normal(n, turn, i), dtype) if n else torch.zeros(0)
-            memory.put((0, n), values, True)
+            memory.copy_(values)
             parts = values.split([piece.numel for piece in pieces])
             model |= {p.name: part.clone() for p, part in zip(pieces, parts, strict=True) if p.name is not None}
     for name, values in ledger.read().items():
@@ -223,13 +170,13 @@ def test_a_ledger_forgets_nobody_who_is_away_for_a_while(dtype: torch.dtype, ste
 
 def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
     ledger, both = Ledger(), [Piece("p", 2), Piece("q", 2)]
-    ledger.lane(both, CPU).put((0, 4), torch.ones(4), True)
-    ledger.lane([Piece("q", 2)], CPU).put((0, 2), torch.full((2,), 5.0), True)
+    ledger.lane(both, CPU).copy_(torch.ones(4))
+    ledger.lane([Piece("q", 2)], CPU).copy_(torch.full((2,), 5.0))
     again = ledger.lane(both, CPU)
     assert again is ledger.lane(list(both), CPU), "made once"
     assert ledger.nbytes == 4 * 4, "old lanes are let go"
-    assert again.read().tolist() == [1, 1, 5, 5]
-    again.put((0, 4), torch.full((4,), 7.0), True)
+    assert again.tolist() == [1, 1, 5, 5]
+    again.copy_(torch.full((4,), 7.0))
     ledger.read()["p"].zero_()  # a copy
     assert {name: values.tolist() for name, values in ledger.read().items()} == {"p": [7, 7], "q": [7, 7]}
     for dtype in (torch.float64, torch.float16, torch.uint8, None):
@@ -247,7 +194,7 @@ def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype)
     for name, value in ledger.read().items():
         assert_same(value.float(), value.float() if name not in values else values[name])
     memory = ledger.lane([Piece("q", 3), Piece(None, 4), Piece("p", 200), Piece("new", 2)], CPU)
-    assert_same(memory.read().float(), torch.cat([torch.zeros(7), values["p"], torch.zeros(2)]))
+    assert_same(memory.float(), torch.cat([torch.zeros(7), values["p"], torch.zeros(2)]))
     assert set(ledger.read()) == {"p", "q", "new", "gone"}
     assert set(ledger.read(["p", "unheard of"])) == {"p"}
     values["gone"].zero_()
@@ -261,8 +208,8 @@ def test_dropping_forgets_some_and_leaves_the_others(dtype: torch.dtype) -> None
     ledger = Ledger(dtype)
     pieces = [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
     memory = ledger.lane(pieces, CPU)
-    memory.put((0, 153), normal(153), True)
-    ledger.lane([Piece("s", 4)], CPU).put((0, 4), torch.ones(4), True)
+    memory.copy_(normal(153))
+    ledger.lane([Piece("s", 4)], CPU).copy_(torch.ones(4))
     ledger.load({**ledger.read(), "loose": torch.ones(2)})
     memory = ledger.lane(pieces, CPU)
     ledger.lane([Piece("s", 4)], CPU)
@@ -271,7 +218,7 @@ def test_dropping_forgets_some_and_leaves_the_others(dtype: torch.dtype) -> None
     assert set(ledger.read()) == {"q", "r"}
     assert_same(ledger.read()["q"], kept_before["q"])
     again = ledger.lane(pieces, CPU)
-    assert_same(again.read().float(), torch.cat([torch.zeros(133), kept_before["q"].float()]))
+    assert_same(again.float(), torch.cat([torch.zeros(133), kept_before["q"].float()]))
     assert set(ledger.read()) == {"p", "q", "r"}
     ledger.drop(["p", "q", "r"])
     assert ledger.nbytes == 0
@@ -399,8 +346,8 @@ class Ranks:
         self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
         self.cut = Cut(self.numel, chunk or max(self.numel, 1))
-        self.memories = [LaneMemory(self.numel, dtype, CPU) for _ in range(world)]
-        self.means = [LaneMemory(self.numel, torch.float32, CPU) for _ in range(world)]
+        self.memories = [torch.zeros(self.numel, dtype=dtype) for _ in range(world)]
+        self.means = [torch.zeros(self.numel) for _ in range(world)]
         gaps = Gaps(pieces)
         self.carries: list[Classic | EF21] = [
             Classic(memory, world, gaps) if kind == "classic" else EF21(memory, mean, world, gaps)
@@ -412,7 +359,7 @@ class Ranks:
     @property
     def owed(self) -> Tensor:
         """The sum over ranks of what they remember."""
-        return torch.stack([memory.read().float() for memory in self.memories]).sum(0)
+        return torch.stack([memory.float() for memory in self.memories]).sum(0)
 
     def average(self, xs: Sequence[Tensor]) -> Tensor:
         """The average of xs, one a rank, which all ranks agree on; xs stay as they are."""
@@ -498,17 +445,17 @@ def test_nothing_is_lost_for_good(
         result = ranks.average(xs)
         meant = meant + torch.stack(xs).double().mean(0)
         received = received + result.double()
-        remembered = torch.stack([memory.read() for memory in ranks.memories]).abs().sum(0).double()
+        remembered = torch.stack(ranks.memories).abs().sum(0).double()
         size = torch.maximum(size, world * remembered + torch.stack(xs).abs().sum(0) + result.abs())
     # A number goes through fewer than 16 roundings a step and rank, none of anything larger than `size`.
     bound = 16 * turns * world * cases.ROUND * size
     if kind == "classic":
         assert ((received + ranks.owed - meant).abs() <= bound).all()
     else:
-        assert ((ranks.owed - ranks.means[0].read()).abs() <= bound).all()
-        assert_same(result, ranks.means[0].read())
+        assert ((ranks.owed - ranks.means[0]).abs() <= bound).all()
+        assert_same(result, ranks.means[0])
         for mean in ranks.means[1:]:
-            assert_same(mean.read(), ranks.means[0].read(), "another rank's mean")
+            assert_same(mean, ranks.means[0], "another rank's mean")
 
 
 @each_reducer
@@ -539,7 +486,7 @@ def test_a_chunk_that_is_not_finite_changes_no_memory(
         ranks = Ranks(kind, world, codec, reducer, one(n), chunk=chunk)
         ranks.average([normal(n, rank) for rank in range(world)])
         for turn, value in enumerate((math.nan, -math.inf)):
-            before = [memory.read().clone() for memory in (*ranks.memories, *ranks.means)]
+            before = [memory.clone() for memory in (*ranks.memories, *ranks.means)]
             xs = [normal(n, rank, turn) for rank in range(world)]
             place = 70 + 50 * turn
             xs[turn % world][place] = value
@@ -548,10 +495,10 @@ def test_a_chunk_that_is_not_finite_changes_no_memory(
             bad = torch.zeros(n, dtype=torch.bool)
             bad[place // chunk * chunk : (place // chunk + 1) * chunk] = True
             for memory, old in zip((*ranks.memories, *ranks.means), before, strict=True):
-                assert_same(memory.read()[bad], old[bad], "the chunk that is not finite")
-                assert memory is ranks.means[0] or memory.read().isfinite().all()
+                assert_same(memory[bad], old[bad], "the chunk that is not finite")
+                assert memory is ranks.means[0] or memory.isfinite().all()
             for memory, old in zip(ranks.memories, before, strict=False):
-                assert not torch.equal(memory.read()[~bad], old[~bad])
+                assert not torch.equal(memory[~bad], old[~bad])
             assert not result[place].isfinite(), "whoever looks at the result sees it"
             assert result[~bad].isfinite().all()
             assert [bool(fine) for fine in ranks.finite] == [i != place // chunk for i in range(4)]
@@ -600,7 +547,7 @@ def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int)
         assert torch.equal(got[named], want[named])
         assert (got[~named] == 0).all()
         for memory in bridged.memories:
-            memory.put((0, named.numel()), torch.where(named, memory.read(), 1e9), True)  # as a rotation may leave
+            memory.copy_(torch.where(named, memory, 1e9))  # as a rotation may leave
 
 
 @each_kind
@@ -614,4 +561,4 @@ def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dt
         xs = [normal(n, turn, rank).to(dtype) for rank in range(world)]
         assert_same(ranks.average(xs), wide.average([x.float() for x in xs]).to(dtype))
         for memory, other in zip(ranks.memories, wide.memories, strict=True):
-            assert_same(memory.read(), other.read())
+            assert_same(memory, other)

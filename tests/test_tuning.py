@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from thinwire import BlockInt, Identity, Lloyd, Trellis
 from thinwire.kernels import Encoding
 from thinwire.kernels.triton import tuning
-from thinwire.kernels.triton.launch import Config
+from thinwire.kernels.triton.tuning import Config
 from thinwire.wire import Kind
 
 GPU = torch.device("cuda", 0)

@@ -34,58 +34,12 @@ Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU a te
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class LaneMemory:
-    """One number per element of a lane, in fp32 or bf16."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.zeros(numel, dtype=dtype, device=device)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The numbers themselves, for kernels that remember as they decode."""
-        return self._values
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._values.nbytes
-
-    def _of(self, span: Span) -> Tensor:
-        """The numbers of a span."""
-        return self._values[span[0] : span[1]]
-
-    def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
-        """out = x + factor * memory, in the precision of out."""
-        kept = self._of(span)
-        torch.add(x, kept if out.dtype in (x.dtype, kept.dtype) else kept.to(out.dtype), alpha=factor, out=out)
-
-    def times(self, span: Span, factor: float) -> Tensor:
-        """factor * memory, in fp32."""
-        return self._of(span).to(torch.float32) * factor
-
-    def put(self, span: Span, values: Tensor, fine: Fine) -> None:
-        """memory = values, if fine."""
-        kept = self._of(span)
-        if isinstance(fine, Tensor):
-            kept.copy_(torch.where(fine, values, kept))
-        elif fine:
-            kept.copy_(values)
-
-    def add(self, span: Span, values: Tensor, fine: Fine) -> None:
-        """memory += values, if fine."""
-        kept = self._of(span)
-        if isinstance(fine, Tensor):
-            kept.copy_(torch.where(fine, kept + values, kept))
-        elif fine:
-            kept.add_(values)
-
-    def read(self) -> Tensor:
-        """All of it, in fp32 or bf16."""
-        return self._values
-
-    def fill(self, values: Tensor) -> None:
-        """Set all of it."""
-        self._values.copy_(values)
+def _put(kept: Tensor, values: Tensor, fine: Fine) -> None:
+    """kept = values, if fine."""
+    if isinstance(fine, Tensor):
+        kept.copy_(torch.where(fine, values, kept))
+    elif fine:
+        kept.copy_(values)
 
 
 class Gaps:
@@ -109,25 +63,29 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
-    def __init__(self, error: LaneMemory, world: float, gaps: Gaps) -> None:
+    def __init__(self, error: Tensor, world: float, gaps: Gaps) -> None:
         self._error = error
         self._world = world  # by which a sum over ranks is divided
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[LaneMemory, None]:
+    def memories(self) -> tuple[Tensor, None]:
+        """For kernels that remember as they decode: one number per element, in fp32 or bf16; the mean of EF21."""
         return self._error, None
+
+    def _owed(self, span: Span) -> Tensor:
+        return self._error[span[0] : span[1]].to(torch.float32) * self._world
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x + W * error, rounded as `encode` rounds it."""
-        torch.add(x, self._error.times(span, self._world), out=out)
+        torch.add(x, self._owed(span), out=out)
         self._gaps.clear(span, out)
 
     def owed(self, span: Span, x: Tensor, out: Tensor) -> Tensor:
         """W * error; out = x."""
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        owed = self._error.times(span, self._world)
+        owed = self._owed(span)
         self._gaps.clear(span, owed)
         self._gaps.clear(span, out)
         return owed
@@ -143,11 +101,11 @@ class Classic:
 
     def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
         """error = what the message lost."""
-        self._error.put(span, kept.mul_(scale), fine)
+        _put(self._error[span[0] : span[1]], kept.mul_(scale), fine)
 
     def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
         """error = what the sum lost."""
-        self._error.put(span, kept.sub_(result), fine)
+        _put(self._error[span[0] : span[1]], kept.sub_(result), fine)
 
     def result(self, span: Span, x: Tensor, fine: Fine) -> None:
         """x is the result."""
@@ -160,19 +118,19 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
-    def __init__(self, sent: LaneMemory, mean: LaneMemory, world: float, gaps: Gaps) -> None:
+    def __init__(self, sent: Tensor, mean: Tensor, world: float, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
         self._world = world
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[LaneMemory, LaneMemory]:
+    def memories(self) -> tuple[Tensor, Tensor]:
         return self._sent, self._mean
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x - W * sent."""
-        self._sent.add_to(span, x, -self._world, out)
+        torch.add(x, self._sent[span[0] : span[1]], alpha=-self._world, out=out)
         self._gaps.clear(span, out)
 
     def owed(self, span: Span, x: Tensor, out: Tensor) -> None:
@@ -190,16 +148,19 @@ class EF21:
 
     def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
         """sent += what was read."""
-        self._sent.add(span, kept.mul_(scale), fine)
+        sent = self._sent[span[0] : span[1]]
+        _put(sent, kept.mul_(scale).add_(sent), fine)
 
     def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
         """sent += what was read of the sum, less what the others gave to it."""
-        self._sent.add(span, kept.add_(result), fine)
+        sent = self._sent[span[0] : span[1]]
+        _put(sent, kept.add_(result).add_(sent), fine)
 
     def result(self, span: Span, x: Tensor, fine: Fine) -> None:
         """x = mean + x; mean = x, if fine."""
-        self._mean.add_to(span, x, 1.0, x)
-        self._mean.put(span, x, fine)
+        mean = self._mean[span[0] : span[1]]
+        x.add_(mean)
+        _put(mean, x, fine)
 
 
 Carry = Classic | EF21  # the feedback of a lane
@@ -221,16 +182,16 @@ class Ledger:
         if dtype not in DTYPES:
             raise CodecError(f"residuals are kept as float32 or bfloat16, got {dtype}")
         self.dtype = dtype
-        self._lanes: dict[tuple[Piece, ...], LaneMemory] = {}
-        self._at: dict[str, tuple[LaneMemory, int, int]] = {}
+        self._lanes: dict[tuple[Piece, ...], Tensor] = {}
+        self._at: dict[str, tuple[Tensor, int, int]] = {}
         self._loose: dict[str, Tensor] = {}  # loaded, and in no lane yet
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(memory.nbytes for memory in self._lanes.values()) + sum(t.nbytes for t in self._loose.values())
+        return sum(held.nbytes for held in (*self._lanes.values(), *self._loose.values()))
 
-    def lane(self, pieces: Sequence[Piece], device: torch.device) -> LaneMemory:
+    def lane(self, pieces: Sequence[Piece], device: torch.device) -> Tensor:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
@@ -240,12 +201,12 @@ class Ledger:
             self._drop_empty()
         return self._lanes[key]
 
-    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> LaneMemory:
+    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Tensor:
         known = self.read([piece.name for piece in pieces if piece.name is not None])
-        memory = LaneMemory(sum(piece.numel for piece in pieces), self.dtype, device)
+        memory = torch.zeros(sum(piece.numel for piece in pieces), dtype=self.dtype, device=device)
         if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
-            memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
+            memory.copy_(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
         at = 0
         for piece in pieces:
             if piece.name is not None:
@@ -261,14 +222,11 @@ class Ledger:
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """What is remembered, flat, by parameter; a parameter that was never met is left out."""
         wanted = [*self._at, *self._loose] if names is None else list(names)
-        whole: dict[int, Tensor] = {}
         found = {}
         for name in wanted:
             if name in self._at:
                 memory, begin, end = self._at[name]
-                if id(memory) not in whole:
-                    whole[id(memory)] = memory.read()
-                found[name] = whole[id(memory)][begin:end].clone()
+                found[name] = memory[begin:end].clone()
             elif name in self._loose:
                 found[name] = self._loose[name]
         return found
@@ -277,7 +235,7 @@ class Ledger:
         """Multiply what the lanes of these parameters remember by `factor`."""
         met = {id(self._at[name][0]): self._at[name][0] for name in names if name in self._at}
         for memory in met.values():
-            memory.fill(memory.read().float() * factor)
+            memory.mul_(factor)
         self._loose |= {name: self._loose[name] * factor for name in names if name in self._loose}
 
     def drop(self, names: Iterable[str]) -> None:
@@ -286,7 +244,7 @@ class Ledger:
             self._loose.pop(name, None)
             if name in self._at:
                 memory, begin, end = self._at.pop(name)
-                memory.put((begin, end), memory.times((begin, end), 1.0).zero_(), True)
+                memory[begin:end].zero_()
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:

@@ -50,13 +50,13 @@ class Call:
 
     def setting(self, plan: CallPlan, step: int | None) -> Setting:
         """What an operation of this call needs to know."""
-        assert plan.codec is not None
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
         self.site.step = number
         mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
-        return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
+        codec = plan.lanes[0].codec
+        return Setting(channel.transport, codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -165,7 +165,8 @@ class Channel:
                 program = functools.partial(copying, program, written, ())
             if not site.known if first is None else first:
                 self._compile(program, tensors, number)
-        space = self._next_space(ordered) if async_op else None
+        self._turn = 0 if ordered else self._turn ^ async_op
+        space = self._turns[self._turn] if async_op and self._turns else None
         lost = None
         with self.lock:
             try:
@@ -191,11 +192,6 @@ class Channel:
         if space is not None:
             return work
         return Work(list(outputs)).finished() if async_op else None
-
-    def _next_space(self, first: bool) -> StreamWorkspace | None:
-        """The workspace of the next asynchronous call, or always the first one; None where there are no streams."""
-        self._turn = 0 if first else self._turn ^ 1
-        return self._turns[self._turn] if self._turns else None
 
     def _compile(self, program: Program, tensors: Sequence[Tensor], step: int) -> None:
         """Compile the kernels of a program, all at once, before it first runs: on scratch without memory."""

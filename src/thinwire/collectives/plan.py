@@ -86,10 +86,6 @@ class CallPlan:
     reduction: Reduction | None = None
     source: int | None = None  # of a broadcast
 
-    @property
-    def codec(self) -> Codec | None:
-        return self.lanes[0].codec if self.lanes else None
-
 
 Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
 

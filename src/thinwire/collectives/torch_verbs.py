@@ -20,8 +20,6 @@ from thinwire.collectives.failures import CallSite
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
-_SUMS: dict[str, Any] = {}  # options of sums without a factor, by name
-
 
 def all_reduce(
     call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
@@ -29,7 +27,7 @@ def all_reduce(
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
-    whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
+    whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
     work = None
     for at, link in enumerate(links):
         if at:
@@ -78,7 +76,7 @@ def reduce_scatter(
     link = call.channel.transport
     whole = _row([output])
     sent = _row([input])
-    by_torch = link.has_all_ops and link.world > 1
+    by_torch = link.on_stream and link.world > 1
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = reduction.torch_op if by_torch else SUM
     work = _start(call, group_reduce_scatter, whole, sent, options)
@@ -150,13 +148,8 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
 
 def _options(reduction: Reduction | None) -> Any:
     """The options of a sum on a group; None is SUM."""
-    name = "sum" if reduction is None else reduction.name
-    options: Any = _SUMS.get(name)
-    if options is None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = SUM if reduction is None else reduction.torch_op
-        if name != "premul_sum":
-            _SUMS[name] = options
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = SUM if reduction is None else reduction.torch_op
     return options
 
 

@@ -137,11 +137,18 @@ class Transport:
     """Moves bytes between the ranks of one group. Ranks are numbered as in the group."""
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
-    has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
     checked: bool = False  # checksums follow messages
     _options: Any = None  # of the backend
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
     device: torch.device  # of the stream
+    agree: Callable[[Sequence[int]], list[int]]  # the largest of each number over the ranks; raises LostRankError
+    share: Callable[[bytes], list[bytes]]  # the rows of all ranks, which are equally long; raises LostRankError
+    close: Callable[[], None]  # closes the connections of the group: all who wait for a message get an error
+    # On a stream only: matrices of wires, one row per rank, as collectives on the current stream.
+    all_to_all: Callable[[Tensor, Tensor], None]  # row r of what came = this rank's row of what rank r sent
+    all_gather: Callable[[Tensor, Tensor], None]  # row r of the whole = rank r's own row, perhaps its place there
+    broadcast: Callable[[Tensor, int], None]  # all = the source's
+    exchange_rows: Callable[..., None]  # all_to_all of rows of any lengths, in bytes
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
@@ -188,36 +195,6 @@ class Transport:
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
         return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        """The largest of each of these numbers over the ranks; the host waits for it. Raises LostRankError."""
-        raise NotImplementedError
-
-    def share(self, row: bytes) -> list[bytes]:
-        """The rows of all ranks, which are equally long; the host waits for them. Raises LostRankError."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close the connections of the group: all who wait for a message get an error."""
-        raise NotImplementedError
-
-    # On a stream only: matrices of wires, one row per rank, all of one length, as collectives on the current stream.
-
-    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
-        """Row r of what came = this rank's row of what rank r sent."""
-        raise NotImplementedError
-
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Row r = rank r's own row, which may be its place in the whole."""
-        raise NotImplementedError
-
-    def broadcast(self, whole: Tensor, source: int) -> None:
-        """whole = the source's."""
-        raise NotImplementedError
-
-    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
-        """all_to_all of rows of any lengths, in bytes."""
-        raise NotImplementedError
-
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
 
@@ -230,20 +207,10 @@ class Transport:
         self.received += sum(part.numel() for _, part in receives)
 
 
-def checksums_wanted() -> bool:
-    """Whether the environment asks for checksums."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
-
-
 def sums_of(message: Tensor) -> Tensor:
     """The checksums of a message's pieces."""
     pieces = message.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE)
     return torch.tensor([zlib.crc32(memoryview(piece.numpy())) for piece in pieces])
-
-
-def _sums_like(message: Tensor) -> Tensor:
-    """A buffer for the checksums of a message."""
-    return torch.empty(max(1, -(-message.numel() * message.itemsize // _PIECE)), dtype=torch.int64)
 
 
 def _compare_sums(message: Tensor, sums: Tensor, sender: str) -> None:
@@ -279,7 +246,8 @@ class PairTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
-        self.checked = checksums_wanted()
+        asked = (os.environ.get(name, "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
+        self.checked = any(value not in ("", "0") for value in asked)
         gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
         self._options = getattr(gloo[0], "options", None) if gloo else None
 
@@ -289,7 +257,7 @@ class PairTransport(Transport):
         if not self.checked:
             return self._start(sends, receives, tag, lengths)
         sums_out = [(rank, sums_of(part)) for rank, part in sends]  # they follow their messages
-        sums_in = [(rank, _sums_like(part)) for rank, part in receives]
+        sums_in = [(rank, torch.empty(max(1, -(-part.nbytes // _PIECE)), dtype=torch.int64)) for rank, part in receives]
         twice = [[*own, *own] for own in lengths]
         moving = self._start([*sends, *sums_out], [*receives, *sums_in], tag, twice)
         count = len(receives)
@@ -391,7 +359,6 @@ class StreamTransport(Transport):
     """NCCL: grouped messages, ordered by streams; waiting makes the current stream wait, never the host."""
 
     on_stream = True
-    has_all_ops = True
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
         super().__init__(group, tags)

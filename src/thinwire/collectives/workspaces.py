@@ -24,7 +24,7 @@ class Workspace:
         self.device = device
         self.silent = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._users: weakref.WeakSet[Region[Any]] = weakref.WeakSet()  # who know where the buffer is
+        self.cut: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()  # views of the buffer
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -33,15 +33,9 @@ class Workspace:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
-    def use(self, user: "Region[Any]") -> None:
-        """Let `user` forget the buffer when it is released."""
-        self._users.add(user)
-
     def release(self) -> None:
-        """Release the buffer, and let its users forget it."""
-        for user in list(self._users):
-            user.forget(self)
-        self._users.clear()
+        """Release the buffer, and forget its views."""
+        self.cut.clear()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
@@ -55,18 +49,13 @@ class Region(Generic[Views]):
         self.end = begin + nbytes
         self._begin = begin
         self._cut = cut
-        self._found: dict[int, tuple[Tensor, Views]] = {}
 
     def views(self, space: Workspace) -> Views:
         buffer = space.reserve(self.end)
-        found = self._found.get(id(space))
-        if found is None or found[0] is not buffer:
-            space.use(self)
-            found = self._found[id(space)] = (buffer, self._cut(buffer[self._begin : self.end]))
-        return found[1]
-
-    def forget(self, space: Workspace) -> None:
-        self._found.pop(id(space), None)
+        found: Views | None = space.cut.get(self)
+        if found is None:
+            found = space.cut[self] = self._cut(buffer[self._begin : self.end])
+        return found
 
 
 class CallerWorkspace(Workspace):

@@ -60,7 +60,7 @@ class StreamedBucket:
         (buffer,) = tensors
         whole, parts = (None, ()) if self._index is None else self._aside.views(space)
         if whole is not None:
-            kept = None if self._gaps is None else self._carries[0].memories[0].tensor
+            kept = None if self._gaps is None else self._carries[0].memories[0]
             self._kernels.set_aside(buffer, self._index, whole, kept, self._gaps)
         xs = self._numbers(buffer, parts)
         self._program(space, xs, step, self._memories(xs), Bad(self._note, self._number))
@@ -91,5 +91,5 @@ class StreamedBucket:
         found: list[Memory | None] = []
         for carry, x in zip(self._carries, xs, strict=True):
             kept, mean = (None, None) if carry is None else carry.memories
-            found.append(None if kept is None else Memory(kept.tensor, x, None if mean is None else mean.tensor))
+            found.append(None if kept is None else Memory(kept, x, mean))
         return found

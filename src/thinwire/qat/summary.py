@@ -1,8 +1,7 @@
 """What became of a model's layers, as a table: bits, scales, and what quantization does to the weights."""
 
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,6 @@ from thinwire.qat.layers import FORMS, QuantizedLayer
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_WIDE = 200  # columns of what is not a terminal
 _HEADER = ("layer", "kind", "weight bits", "act bits", "scale", "saturated", "SQNR dB", "act scale", "notes")
 _NUMBERS = ("weight bits", "act bits", "saturated", "SQNR dB")
 
@@ -49,37 +44,13 @@ class Summary:
         bits = " and ".join(map(str, widths)) or "no"
         return f"{len(quantized)} layers quantized ({bits} bits), {len(self.rows) - len(quantized)} in full precision"
 
-    def __rich__(self) -> "Table":
-        return self._table(ruled=True)
-
     def text(self) -> str:
-        """The table in plain characters."""
-        from rich.console import Console
-
-        console = Console(width=_WIDE, no_color=True, highlight=False, markup=False, emoji=False, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self._table(ruled=False))
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-    def show(self) -> None:
-        """Print the table: ruled on a terminal, in plain aligned columns elsewhere."""
-        from rich.console import Console
-
-        if sys.stdout.isatty():
-            Console(highlight=False, markup=False, emoji=False).print(self)
-        else:
-            print(self.text())
-
-    def _table(self, *, ruled: bool) -> "Table":
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD if ruled else None, show_edge=False, pad_edge=False, padding=(0, 1))
-        for name in _HEADER:
-            table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
-        for row in self.rows:
-            table.add_row(*_cells(row), style="dim" if row.weight_bits is None else None)
-        return table
+        """The table, in aligned columns."""
+        columns = []
+        for name, *cells in zip(_HEADER, *map(_cells, self.rows), strict=True):
+            justify = str.rjust if name in _NUMBERS else str.ljust
+            columns.append([justify(cell, max(map(len, (name, *cells)))) for cell in (name, *cells)])
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 @torch.no_grad()
@@ -91,7 +62,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
     prepared = any(isinstance(module, QuantizedLayer | IntegerLayer) for module in model.modules())
     found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
     if not quiet:
-        found.show()
+        print(found.text())
     return found
 
 

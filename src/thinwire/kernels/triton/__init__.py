@@ -20,7 +20,7 @@ from thinwire.kernels.exact import (
     exact_decode as exact_decode,
     exact_encode as exact_encode,
 )
-from thinwire.kernels.schema import Encoding, FakeGradients, Grid, decoding
+from thinwire.kernels.schema import Encoding, FakeGradients, Grid
 from thinwire.wire import CastVariant, Format, Kind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,76 +49,55 @@ def unavailable() -> str | None:
 
 def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
     """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
-    if not _has(how.format, x.device):
-        reference.encode(how, x, wire, residual, rotation=rotation, dither=dither)
-        return
-    launch, _, tuning = _modules()
-    op = "encode" if residual is None else "encode_residual"
-    config = tuning.choose(op, how, x.dtype, x.device, x.numel())
-    launch.encode(how, x, wire, residual, rotation, dither, config)
+    _served(how.format, x.device).encode(how, x, wire, residual, rotation=rotation, dither=dither)
 
 
 def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
-    if not _has(format, out.device):
-        reference.decode_sum(format, wires_WN, out, scale=scale, rotation=rotation)
-        return
-    launch, _, tuning = _modules()
-    config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
-    launch.decode_sum(format, wires_WN, out, scale, rotation, config)
+    _served(format, out.device).decode_sum(format, wires_WN, out, scale=scale, rotation=rotation)
 
 
 def recode(
     how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int | None, dither: int
 ) -> None:
     """wire = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
-    if not _has(how.format, wire.device):
-        reference.recode(how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
-        return
-    launch, _, tuning = _modules()
-    config = tuning.choose("recode", how, torch.float32, wire.device, numel)
-    launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
+    keys = {"rotation": rotation, "dither": dither}
+    _served(how.format, wire.device).recode(how, wires_WN, wire, numel, scale=scale, **keys)
 
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
-    """out = x at `index`, where x becomes 0; so does the memory at `gaps`. Doubles are left to the reference."""
-    if x.dtype == torch.float64:
-        reference.set_aside(x, index, out, memory, gaps)
-    else:
-        _modules()[0].set_aside(x, index, out, memory, gaps)
+    """out = x at `index`, where x becomes 0; so does the memory at `gaps`."""
+    _unless_doubles(x, "launch").set_aside(x, index, out, memory, gaps)
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """x at `index` = values."""
-    if x.dtype == torch.float64:
-        reference.put_back(x, index, values)
-    else:
-        _modules()[0].put_back(x, index, values)
+    _unless_doubles(x, "launch").put_back(x, index, values)
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
-    """out = y of `Grid`. Doubles are left to the reference."""
-    if x_OCI.dtype == torch.float64:
-        reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
-    else:
-        _modules()[1].fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+    """out = y of `Grid`."""
+    _unless_doubles(x_OCI, "fake_launch").fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
-    """dx and the parameters' gradients of `Grid`. Doubles are left to the reference."""
-    if of.x_OCI.dtype == torch.float64:
-        reference.fake_quantize_grad(grid, of, factor)
-    else:
-        _modules()[1].fake_quantize_grad(grid, of, factor)
+    """dx and the parameters' gradients of `Grid`."""
+    _unless_doubles(of.x_OCI, "fake_launch").fake_quantize_grad(grid, of, factor)
 
 
 def fused_rows(format: Format, device: torch.device) -> ModuleType | None:
     """The launches of messages in rows (kernels/rows.py), where the format has kernels."""
-    if not _has(format, device):
-        return None
-    from thinwire.kernels.triton import row_launch
+    return _module("row_launch") if _has(format, device) else None
 
-    return row_launch
+
+def _served(format: Format, device: torch.device) -> ModuleType:
+    """The launches, or the reference for a format that has no kernels here."""
+    return _module("launch") if _has(format, device) else reference
+
+
+def _unless_doubles(x: Tensor, module: str) -> ModuleType:
+    """The launches, or the reference for doubles."""
+    return reference if x.dtype == torch.float64 else _module(module)
 
 
 def _has(format: Format, device: torch.device) -> bool:
@@ -133,8 +112,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@lru_cache(maxsize=1)
-def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
-    from thinwire.kernels.triton import fake_launch, launch, tuning
-
-    return launch, fake_launch, tuning
+@lru_cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"thinwire.kernels.triton.{name}")

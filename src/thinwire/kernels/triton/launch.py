@@ -4,7 +4,6 @@ Of this folder, only this module, prepared.py, row_launch.py and fake_launch.py 
 """
 
 import struct
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from thinwire.kernels import reference, trellis
 from thinwire.kernels.schema import CELLS, LLOYD, TRELLIS, Encoding, TrellisTable, decoding
-from thinwire.kernels.triton import INTERPRETED, aside, plain
+from thinwire.kernels.triton import INTERPRETED, aside, plain, tuning
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack
@@ -23,6 +22,7 @@ from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
+from thinwire.kernels.triton.tuning import Config
 from thinwire.wire import Format, Kind, Layout
 
 MOST_UNROLLED = 8  # wires; sums of more are loops
@@ -33,21 +33,10 @@ _BLOCK_KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "recode": re
 SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
 
 
-@dataclass(frozen=True)
-class Config:
-    """How a kernel is cut up. Changes no byte."""
-
-    lanes: int = 1  # at least; more => fewer shuffles in the rotation, more registers
-    warps: int = 2
-    registers: int | None = None  # at most, for a thread; fewer => more programs at a time. None: ptxas decides
-
-
 # --- the three operations ---------------------------------------------------------------------------------------------
 
 
-def encode(
-    how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, rotation: int, dither: int, config: Config
-) -> None:
+def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
     """See schema.Backend."""
     layout = how.format.layout(x.numel())
     if not how.format.block:
@@ -56,13 +45,13 @@ def encode(
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
     wire_at = wire.data_ptr() % 16
+    op = "encode" if residual is None else "encode_residual"
+    config = tuning.choose(op, how, x.dtype, x.device, x.numel())
     launch = blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
     launch(x=x, residual=carried, wire=wire, keys=_keys(how, rotation, dither))
 
 
-def decode_sum(
-    format: Format, wires_WN: Tensor, out: Tensor, scale: float, rotation: int | None, config: Config
-) -> None:
+def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = format.layout(out.numel())
     stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
@@ -75,19 +64,13 @@ def decode_sum(
         launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
     constants = {"WORLD": unrolled(stack.world, format), "CHECK": check, "CALM": abs(scale) * stack.world < SMALL_NORM}
+    config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
     launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
     launch(wire=wires_WN, stack=stack, out=out, rotation=split(rotation or 0), norms=norms(layout, scale))
 
 
 def recode(
-    how: Encoding,
-    wires_WN: Tensor,
-    wire: Tensor,
-    numel: int,
-    scale: float,
-    rotation: int | None,
-    dither: int,
-    config: Config,
+    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int | None, dither: int
 ) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = how.format.layout(numel)
@@ -100,6 +83,7 @@ def recode(
         launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
     constants = {"WORLD": unrolled(stack.world, how.format), "CHECK": check}
+    config = tuning.choose("recode", how, torch.float32, wire.device, numel)
     launch = blocks("recode", how, layout, config, wire.device, *at, **constants)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 

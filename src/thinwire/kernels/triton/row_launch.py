@@ -13,10 +13,10 @@ from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode,
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import launch, plain, row_blocks, tuning
 from thinwire.kernels.triton.frame import Frame, Keys, Stack
-from thinwire.kernels.triton.launch import Config
 from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.row_blocks import Matrix, Part, RowNorms, Seeds, Share
 from thinwire.kernels.triton.tile import MOST_CODES, Tile
+from thinwire.kernels.triton.tuning import Config
 from thinwire.wire import Kind
 
 _MODES = {"": 0, "classic": 2, "ef21": 3}  # tiles.OWED, tiles.CHANGE

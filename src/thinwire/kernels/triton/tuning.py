@@ -3,15 +3,25 @@
 GPUs with less memory bandwidth per multiprocessor use small tiles. No configuration changes a byte.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from thinwire.kernels.schema import Encoding
-from thinwire.kernels.triton.launch import Config
 from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.wire import Format, Kind
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is cut up. Changes no byte."""
+
+    lanes: int = 1  # at least; more => fewer shuffles in the rotation, more registers
+    warps: int = 2
+    registers: int | None = None  # at most, for a thread; fewer => more programs at a time. None: ptxas decides
+
 
 SMALL = 1 << 20  # elements; fewer do not fill the GPU, so a thread should have little to do
 SHORT = Config(4, 1)
