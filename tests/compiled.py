@@ -30,7 +30,8 @@ from thinwire.codecs.base import Codec
 from thinwire.kernels import FakeGradients, Grid, triton as backend
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
-from thinwire.kernels.triton import compiling, row_launch, tuning
+from thinwire.kernels.triton import compiling, exact, row_launch, tuning
+from thinwire.wire import EXACT_CLASSES, EXACT_DIRECT, ExactTables
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LARGE = tuning.SMALL  # elements from which kernels have their usual tiles
@@ -169,6 +170,9 @@ def start_others() -> None:
         x = torch.empty(100, dtype=dtype, device="meta")
         backend.set_aside(x, index, x[:10].clone(), None if gaps is None else x.float(), gaps)
         backend.put_back(x, index, x[:10].clone())
+    tables = ExactTables(120, (EXACT_DIRECT,) * EXACT_CLASSES, (2,) * EXACT_CLASSES)
+    for dtype in (F32, BF16, F16):
+        start_exact(tables, torch.empty(5000, dtype=dtype, device="meta"))
     shapes = [(1, 1, 4096), (5, 3, 49), (200, 5, 1)]
     grids = [Grid(-8, 7), Grid(-8, 7, paper=True), Grid(0, 15, offset=True)]
     for i, (grid, shape) in enumerate(zip(itertools.cycle(grids), (*shapes, shapes[0], shapes[2]), strict=False)):
@@ -180,6 +184,18 @@ def start_others() -> None:
         wanted = x.clone() if i % 4 < 2 else None
         of = FakeGradients(x, x.clone(), scale, shift, wanted, scale.new_empty(2, shape[1]))
         backend.fake_quantize_grad(grid, of, 1.0)
+
+
+def start_exact(tables: ExactTables, base: torch.Tensor) -> None:
+    """Exact differences: sizes are known from the numbers alone, so each kernel is asked for by itself."""
+    words, longs = (torch.empty(64, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
+    short, small = words.to(torch.int16), words.to(torch.uint8)
+    bits = base.view(exact.FORMATS[base.dtype].signed)
+    how = {"base": bits, "out": bits, "starts": longs, "order": short, "ends": words}
+    exact.launch(exact.encode_kernel, tables, base, 2)(new=bits, base=bits, rows=words, lengths=longs)
+    exact.launch(exact.sort_kernel, tables, base, 2)(blocks=small, **how)
+    exact.launch(exact.read_kernel, tables, base, 1, 1)(words=words, last=61, bad=words, **how)
+    exact.launch(exact.pack_kernel, tables, base, 2, 4)(rows=small, starts=longs, out=small)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import cases
-from thinwire import Identity, codec as make, use_backend
+import test_exact
+from thinwire import Identity, codec as make, exact, use_backend
+from thinwire.wire import EXACT_BLOCK
 
 Results = dict[str, Tensor]
 F32 = torch.float32
@@ -45,6 +47,13 @@ def mend() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter._convert_float = convert_float
+    atomic = interpreter.InterpreterBuilder.create_atomic_rmw
+
+    def create_atomic(builder: Any, op: Any, to: Any, value: Any, mask: Any, *more: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return atomic(builder, op, to, value, mask, *more)
+
+    interpreter.InterpreterBuilder.create_atomic_rmw = create_atomic
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
@@ -93,6 +102,17 @@ def hasten() -> None:
         alike = left.shape.values == right.shape.values
         return (left, right) if alike else broadcast_shapes(self, left, right)
 
+    def scan(self: Any, input: Any) -> Any:
+        """Of a vector, in as many turns as its length has bits: the function is associative."""
+        (x,) = input
+        data, shift = x.handle.data.copy(), 1
+        while shift < data.size:
+            ends = (self.to_tensor(part, x.dtype) for part in (np.roll(data, shift), data.copy()))
+            data[shift:] = self.combine_fn.fn(*ends).handle.data[shift:]
+            shift *= 2
+        return [self.to_tensor(data, x.dtype)]
+
+    interpreter.ScanOps.generic_scan = scan
     scalar = tl.tuple([]), tl.constexpr(1)
     broadcast_shapes = TritonSemantic.broadcast_impl_value
     TritonSemantic.broadcast_impl_value = broadcast
@@ -250,6 +270,28 @@ def difference(act: Callable[[], Results]) -> str:
     return ""
 
 
+def exact_differences() -> Iterator[str]:
+    """Exact differences that are not the definition's: all kinds of changes, plain blocks, damaged wires."""
+    tries = [pair for dtype in test_exact.DTYPES for pair in test_exact.changes(33, dtype)[2::2]]
+    base = test_exact.weights(2 * EXACT_BLOCK + 70, BF16)
+    new = torch.where(torch.arange(base.numel()) % 97 > 0, base, test_exact.moved(base, 1e-2))
+    new[EXACT_BLOCK : 2 * EXACT_BLOCK] = test_exact.patterns(EXACT_BLOCK, BF16)  # is sent as it is
+    for pair in (*tries, (new, base)):
+        with use_backend("cpu"):
+            wire = exact.encode(*pair)
+        damaged = wire.clone()
+        damaged[-1:] ^= 0x40
+        acts = (lambda pair=pair: exact.encode(*pair), *(functools.partial(bits, w, pair[1]) for w in (wire, damaged)))
+        for act in acts:
+            got, want = (test_exact.result_of(act, backend) for backend in ("triton", "cpu"))
+            if not (torch.equal(got, want) if isinstance(want, Tensor) and isinstance(got, Tensor) else got == want):
+                yield f"exact differences of {pair[1].numel()} x {pair[1].dtype}: {got}, expected {want}"
+
+
+def bits(wire: Tensor, base: Tensor) -> Tensor:
+    return exact.decode(wire, base).view(test_exact.signed(base.dtype))
+
+
 def survivors(name: str) -> list[str]:
     """Operations on wires of which one has a broken header that give a number instead of NaN."""
     codec, n = make(name), 70
@@ -299,6 +341,9 @@ def main(*names: str) -> int:
         for what in survivors(name):
             bad += 1
             print(f"{name}, {what} of a wire with a broken header is not NaN", flush=True)
+    for text in () if names else exact_differences():
+        bad += 1
+        print(text, flush=True)
     for message in warned:
         print(f"warned: {message}")
     print(f"{bad} of {run} differ")

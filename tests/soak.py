@@ -284,6 +284,7 @@ def train(group: Group, seed: int) -> Told:
         if ends[0] != ends[1]:
             told.wrong.append(f"{trained.__name__} twice, seed {seed}: ranks that come late change the result")
         told.digests += ends
+    dist.destroy_process_group(member)
     return told
 
 
@@ -302,7 +303,11 @@ def sharded(group: Group, seed: int, lateness: random.Random) -> str:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for at in range(STEPS):
         train_step(model, optimizer, seed + 4 * at + group.rank(), lateness)
-    return digest(*(parameter.full_tensor() for parameter in model.parameters()))
+    found = digest(*(parameter.full_tensor() for parameter in model.parameters()))
+    for made in mesh.get_all_groups():
+        if made is not dist.group.WORLD:
+            dist.destroy_process_group(made)
+    return found
 
 
 def averaged(group: Group, seed: int, lateness: random.Random) -> str:

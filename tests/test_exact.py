@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def encoded(new: Tensor, base: Tensor, place: Place) -> Tensor:
 def decoded(wire: Tensor, base: Tensor, place: Place) -> Tensor:
     with use_backend(place.backend):
         return exact.decode(wire.to(place.device), base.to(place.device)).cpu()
+
+
+def result_of(act: Callable[[], Tensor], backend: str) -> Tensor | str:
+    """What a backend makes of it, or the kind of its error."""
+    try:
+        with use_backend(backend):
+            return act()
+    except WireError as error:
+        return type(error).__name__
 
 
 REFERENCE = Place("reference", CPU)

@@ -59,14 +59,15 @@ def counted_stride(numel: int) -> int:
 
 def exact_count(new: Tensor, base: Tensor) -> Tensor:
     """How many numbers of the counted blocks have each exponent and each length of u: (EXPONENTS, LENGTHS), int64."""
-    stride = counted_stride(base.numel()) * BLOCK
-    counts = torch.zeros(EXPONENTS * LENGTHS, dtype=torch.int64, device=base.device)
-    for at in range(0, base.numel(), stride):
-        old = base[at : at + BLOCK]
-        u = differences(new[at : at + BLOCK], old)
-        length = torch.frexp(u.double()).exponent.long()
-        counts.index_add_(0, exponents(old) * LENGTHS + length, torch.ones_like(u))
-    return counts.view(EXPONENTS, LENGTHS)
+    new, base = _counted(new), _counted(base)
+    length = torch.frexp(differences(new, base).double()).exponent.long()
+    return torch.bincount(exponents(base) * LENGTHS + length, minlength=EXPONENTS * LENGTHS).view(EXPONENTS, LENGTHS)
+
+
+def _counted(x: Tensor) -> Tensor:
+    stride, full = counted_stride(x.numel()), x.numel() // BLOCK
+    whole = x[: full * BLOCK].view(-1, BLOCK)[::stride].reshape(-1)
+    return whole if full % stride else torch.cat([whole, x[full * BLOCK :]])
 
 
 def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.exact import (
-    exact_count as exact_count,
-    exact_decode as exact_decode,
-    exact_encode as exact_encode,
-)
+from thinwire.kernels.exact import exact_count as exact_count
 from thinwire.kernels.schema import Encoding, FakeGradients, Grid
-from thinwire.wire import CastVariant, Format, Kind
+from thinwire.wire import CastVariant, ExactTables, Format, Kind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -83,6 +79,17 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`."""
     _unless_doubles(of.x_OCI, "fake_launch").fake_quantize_grad(grid, of, factor)
+
+
+def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of all blocks of exact differences, one after the other, and the length of each."""
+    found: tuple[Tensor, Tensor] = _module("exact").exact_encode(tables, new, base)
+    return found
+
+
+def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
+    """out = the numbers that were encoded; False if the bytes are damaged."""
+    return bool(_module("exact").exact_decode(tables, blocks, starts, base, out))
 
 
 def fused_rows(format: Format, device: torch.device) -> ModuleType | None:
