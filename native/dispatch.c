@@ -124,15 +124,15 @@ TW_EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) 
   return TW_OK;
 }
 
-TW_EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const void *scale, const void *shift, void *y) {
+TW_EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const float *scale, const float *shift, void *y) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .scale = scale, .shift = shift, .out = y, .bad_scale = &bad_scale};
   run_boxes(&task);
   return bad_scale ? TW_BAD_SCALE : TW_OK;
 }
 
-TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const void *scale,
-                                    const void *shift, void *dx, void *sums, double *partials, double factor) {
+TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const float *scale,
+                                    const float *shift, void *dx, float *sums, double *partials, double factor) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .grad = grad, .scale = scale, .shift = shift, .out = dx, .sums = sums,
                   .partials = partials, .factor = factor, .bad_scale = &bad_scale};

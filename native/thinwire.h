@@ -5,10 +5,10 @@
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-enum { TW_ABI = 6 };
+enum { TW_ABI = 7 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD, TW_TOPK, TW_TRELLIS };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
-enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
+enum { TW_F32, TW_F_BF16, TW_F_FP16 };                  /* dtype of x and out, variant of the identity */
 enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1, TW_DAMAGED = 2 };
 
 typedef struct {
@@ -16,8 +16,7 @@ typedef struct {
   int32_t stochastic, unbiased;
   int32_t dtype, threads;
   int32_t num_planes, plane_width[3];
-  float scale;    /* of a sum */
-  double scale64; /* the same, for sums of doubles */
+  float scale; /* of a sum */
   int64_t plane_at[3];
   int64_t numel, block, num_blocks, tail; /* tail: codes of the last block */
   int64_t scales_at, minima_at, nbytes;
@@ -55,8 +54,8 @@ typedef struct {
   void *out;             /* decode_sum; y or dx of a fake quantization, where NULL says that nobody wants dx */
   const tw_fake *fake;   /* instead of job; it runs over boxes */
   const void *grad;      /* of y; NULL: y is wanted */
-  const void *scale, *shift; /* of every channel: doubles for doubles, else floats; shift may be NULL */
-  void *sums;            /* gradients of scale and shift, two rows */
+  const float *scale, *shift; /* of every channel; shift may be NULL */
+  float *sums;           /* gradients of scale and shift, two rows */
   double *partials;      /* two a channel for every slice; NULL where no channel is cut */
   double factor;         /* of sums */
   int32_t *bad_scale;    /* becomes 1 where a scale is none, or an exact wire damaged */

@@ -168,7 +168,7 @@ def train_named(group: Group, name: str) -> tuple[list[float], float, str, bool]
 def test_residuals_decay() -> None:
     ledger = Ledger()
     pieces = [Piece("a", 3), Piece("b", 2)]
-    ledger.lane(pieces, torch.device("cpu")).fill(torch.tensor([1.0, -2.0, 4.0, 8.0, 0.0]))
+    ledger.lane(pieces, torch.device("cpu")).copy_(torch.tensor([1.0, -2.0, 4.0, 8.0, 0.0]))
     ledger.load({**ledger.read(), "c": torch.tensor([2.0])})
     ledger.lane(pieces, torch.device("cpu"))
     ledger.decay(["a", "b", "c", "unknown"], 0.5)

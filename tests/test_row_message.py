@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, on_ranks, seeded, small_chunks, worlds
+from cases import ROUND, Range, blocks_of, by_turns, digest, given, on_ranks, seeded, small_chunks, worlds
 from ranks import RankPool
 from replicas import Group, message_of
 from test_nccl import OWN, Outputs, Place
@@ -153,7 +153,7 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     """
     world = group.size()
     specs = [LaneSpec(numel, codec(name), codec(name), "classic") for numel, name in FED]
-    residuals = [feedback.LaneMemory(world * numel, torch.float32, CPU) for numel, _ in FED]
+    residuals = [torch.zeros(world * numel) for numel, _ in FED]
     heard: list[bool] = []
     carries = [feedback.Classic(memory, world, feedback.Gaps(())) for memory in residuals]
     watched = [(carries[0], None, heard.append), (carries[1], None, None)]
@@ -163,17 +163,17 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     for step in range(4):
         inputs = [torch.stack([drawn(n, group.rank(), 4 * step + r) for r in range(world)]) for n, _ in FED]
         outputs = [torch.empty(numel) for numel, _ in FED]
-        before = [memory.read().clone() for memory in residuals]
+        before = [memory.clone() for memory in residuals]
         if step == bad_step and group.rank() == 1:
             inputs[0][0, 300] = math.nan
         with small_chunks() if cut else nullcontext():
             message.run(outputs, inputs, step, watched)
         if step == bad_step:
-            kept = all(torch.equal(b, m.read()) for b, m in zip(before, residuals, strict=True))
+            kept = all(torch.equal(b, m) for b, m in zip(before, residuals, strict=True))
             assert bool(outputs[0][300].isnan()) == (group.rank() == 0)
         else:
             totals = [total + output for total, output in zip(totals, outputs, strict=True)]
-    return totals, [memory.read().view(world, -1) for memory in residuals], heard, kept
+    return totals, [memory.view(world, -1) for memory in residuals], heard, kept
 
 
 @worlds(2, rare=[3, 4])

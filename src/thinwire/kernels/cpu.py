@@ -14,13 +14,13 @@ from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, T
 from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 6  # of native/thinwire.h
+_ABI = 7  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
 _DAMAGED = 2  # TW_DAMAGED there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the reference serves doubles
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -34,7 +34,6 @@ class _Job(ctypes.Structure):
         *_fields(ctypes.c_int32, "kind bits variant stochastic unbiased dtype threads num_planes"),
         ("plane_width", ctypes.c_int32 * 3),
         ("scale", ctypes.c_float),
-        ("scale64", ctypes.c_double),
         ("plane_at", ctypes.c_int64 * 3),
         *_fields(ctypes.c_int64, "numel block num_blocks tail scales_at minima_at nbytes world wire_stride"),
         *_fields(ctypes.c_uint64, "rotation dither"),
@@ -112,6 +111,8 @@ put_back = reference.put_back
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:
     """out = y of `Grid`."""
+    if x_OCI.dtype == torch.float64:
+        return bool(reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI))
     job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
     shift = None if shift_C is None else shift_C.data_ptr()
     tensors = x_OCI.data_ptr(), scale_C.data_ptr(), shift, out_OCI.data_ptr()
@@ -120,6 +121,9 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`. Sums are the same for any number of threads."""
+    if of.x_OCI.dtype == torch.float64:
+        reference.fake_quantize_grad(grid, of, factor)
+        return
     job = _fake(grid, of.x_OCI.shape, of.x_OCI.dtype, torch.get_num_threads())
     slices = job.cuts_o * job.cuts_i
     partials = None if slices == 1 else torch.empty(slices, *of.scale_C.shape, 2, dtype=torch.float64)
@@ -188,7 +192,7 @@ def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) 
 def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
     job.world = wires_WN.shape[0]
     job.wire_stride = wires_WN.stride(0)
-    job.scale = job.scale64 = scale
+    job.scale = scale
 
 
 @lru_cache(maxsize=1024)

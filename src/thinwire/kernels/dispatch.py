@@ -25,9 +25,9 @@ _said: set[str] = set()  # devices whose fallback to the reference was announced
 def select(device: torch.device, format: Format | None = None) -> Backend:
     """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run.
 
-    Wires of a format that the reference alone knows are served by it everywhere.
+    Wires of a format that the reference alone knows, and of doubles, are served by it everywhere.
     """
-    if format is not None and format.kind == Kind.TOPK:
+    if format is not None and (format.kind == Kind.TOPK or format.bits == 64):
         return reference
     if _requested != "auto":
         return _named(_requested, device)

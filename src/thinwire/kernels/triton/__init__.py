@@ -108,10 +108,9 @@ def _unless_doubles(x: Tensor, module: str) -> ModuleType:
 
 
 def _has(format: Format, device: torch.device) -> bool:
-    """Whether a format has kernels here: all but plain doubles, and e4m3 on GPUs that lack it."""
-    if format.kind == Kind.CAST and format.variant == CastVariant.E4M3 and device.type == "cuda":
-        return _capability(device) >= (8, 9)
-    return format.bits != 64
+    """Whether a format has kernels here: all but e4m3 on GPUs that lack it."""
+    is_e4m3 = format.kind == Kind.CAST and format.variant == CastVariant.E4M3
+    return not is_e4m3 or device.type != "cuda" or _capability(device) >= (8, 9)
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,6 @@ MOST_UNROLLED = 8  # wires; sums of more are loops
 PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 PLAIN_WARPS = 8
 SHORT_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_BLOCK_KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "recode": recode_kernel}
 SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
 
 
@@ -47,7 +46,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     wire_at = wire.data_ptr() % 16
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
-    launch = blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
+    launch = blocks(encode_kernel, how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
     launch(x=x, residual=carried, wire=wire, keys=_keys(how, rotation, dither))
 
 
@@ -65,7 +64,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         return
     constants = {"WORLD": unrolled(stack.world, format), "CHECK": check, "CALM": abs(scale) * stack.world < SMALL_NORM}
     config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
-    launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
+    launch = blocks(decode_kernel, decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
     launch(wire=wires_WN, stack=stack, out=out, rotation=split(rotation or 0), norms=norms(layout, scale))
 
 
@@ -84,7 +83,7 @@ def recode(
         return
     constants = {"WORLD": unrolled(stack.world, how.format), "CHECK": check}
     config = tuning.choose("recode", how, torch.float32, wire.device, numel)
-    launch = blocks("recode", how, layout, config, wire.device, *at, **constants)
+    launch = blocks(recode_kernel, how, layout, config, wire.device, *at, **constants)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
@@ -132,7 +131,7 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
 
 @lru_cache(maxsize=4096)
 def blocks(
-    kernel: str,
+    kernel: Any,
     how: Encoding,
     layout: Layout,
     config: Config,
@@ -149,9 +148,7 @@ def blocks(
     """
     T = tile_of(how, layout, config, wire_at, stride, grouped)
     known = {"frame": frame(layout), **tables(layout.format, device), **dict(more)}
-    return prepare_blocks(
-        _BLOCK_KERNELS[kernel], device, programs(layout, T), T, config, known, TAIL=has_tail(layout), **constants
-    )
+    return prepare_blocks(kernel, device, programs(layout, T), T, config, known, TAIL=has_tail(layout), **constants)
 
 
 def prepare_blocks(

@@ -14,6 +14,7 @@ from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import launch, plain, row_blocks, tuning
 from thinwire.kernels.triton.frame import Frame, Keys, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
+from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part, RowNorms, Seeds, Share
 from thinwire.kernels.triton.tile import MOST_CODES, Tile
 from thinwire.kernels.triton.tuning import Config
@@ -62,11 +63,20 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     if own < 0:
         known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
         constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
-        made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
+        made = launch.blocks(recode_kernel, job.how, layout, config, job.device, 0, 0, False, known, **constants)
         blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
         return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
-    make = functools.partial(_recode_own, job, row, world, scale, own, feedback, config)
-    adding = Repeated(make, ("wire", "out", "x", "memory", "left"), ("keys",), even)
+    part = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
+    more = (("stack", Stack(job.stride, world - 1)), ("part", part), ("norms", launch.norms(layout, scale)))
+    constants = {
+        "WORLD": launch.unrolled(world - 1, layout.format),
+        "CALM": abs(scale) * world < launch.SMALL_NORM,
+        "MODE": _MODES[feedback.mode if feedback else ""],
+    }
+    made_for = functools.partial(
+        launch.blocks, row_blocks.recode_own, job.how, layout, config, job.device, 0, 0, more=more, **constants
+    )
+    adding = Repeated(made_for, ("wire", "out", "x", "memory", "left"), ("keys",), even)
 
     def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
         assert x is not None
@@ -166,31 +176,6 @@ def _blocks(
     grid = (max(launch.programs(layout, T) for layout in layouts), job.rows.short + 1)
     tail = any(map(launch.has_tail, layouts))
     return launch.prepare_blocks(kernel, job.device, grid, T, config, known, TAIL=tail, **constants)
-
-
-def _recode_own(
-    job: RowJob,
-    row: int,
-    world: int,
-    scale: float,
-    own: int,
-    feedback: Feedback | None,
-    config: Config,
-    grouped: bool,
-) -> Prepared:
-    layout = job.layout(row)
-    known: dict[str, Any] = {"frame": launch.frame(layout), "stack": Stack(job.stride, world - 1)}
-    known["part"] = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
-    known |= {"norms": launch.norms(layout, scale), **launch.tables(layout.format, job.device)}
-    constants = {
-        "TAIL": launch.has_tail(layout),
-        "WORLD": launch.unrolled(world - 1, layout.format),
-        "CALM": abs(scale) * world < launch.SMALL_NORM,
-        "MODE": _MODES[feedback.mode if feedback else ""],
-    }
-    T = _tile(job, config, grouped)
-    grid = launch.programs(layout, T)
-    return launch.prepare_blocks(row_blocks.recode_own, job.device, grid, T, config, known, **constants)
 
 
 def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, grouped: bool) -> Prepared:
