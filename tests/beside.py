@@ -1,7 +1,7 @@
-"""pytest --beside: tests that compute by themselves run in a second process, at a low priority, as a program does.
+"""pytest --beside: tests that need no ranks run in a second process, at a low priority, as a program does.
 
-The test process keeps one core busy, and waits for ranks half of the time. So the tests of MODULES that need no ranks
-are left to another pytest (--reports-to), which writes what it found; that is told as if they had run here.
+The test process keeps one core busy, and waits for ranks half of the time. So the other tests are left to another
+pytest (--reports-to), which writes what it found; that is told as if they had run here.
 """
 
 import json
@@ -14,22 +14,6 @@ import pytest
 from programs import Programs
 
 NAME = "beside"
-MODULES = (
-    "advise",
-    "codecs",
-    "convert",
-    "exact",
-    "export",
-    "fake_quantize",
-    "feedback",
-    "fuzz",
-    "kernels",
-    "learnable",
-    "loss",
-    "rehearse",
-    "report",
-)
-FILES = frozenset(f"test_{name}.py" for name in MODULES)
 FOUND = "reports.jsonl"
 
 
@@ -41,7 +25,7 @@ def add_options(parser: pytest.Parser) -> None:
 def is_alone(item: pytest.Item) -> bool:
     """Whether a test is one of those; what needs a GPU is not."""
     needs = {*getattr(item, "fixturenames", ()), *(mark.name for mark in item.iter_markers())}
-    return item.path.name in FILES and not needs & {"ranks", "program", "cuda"}
+    return not needs & {"ranks", "program", "cuda"}
 
 
 class Reporter:

@@ -7,7 +7,6 @@ import inspect
 import math
 import pickle
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -386,12 +385,3 @@ def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
     with pytest.raises(CollectiveError, match="the other rank is gone"):
         divided.wait()
     assert torch.equal(x, torch.ones(2))
-
-
-@on_ranks(2, gives=0)
-def test_a_deprecated_name_of_torch_is_wrapped_in_silence(group: Group) -> int:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        arguments, _, _ = all_gather_into_tensor(group.rank(), group.size())
-        auto_quantize(dist.all_gather_into_tensor, "bf16")(**arguments)
-    return len(seen)

@@ -5,23 +5,23 @@ import math
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.tools.bench import collectives, exchange, record, step, timing
+from thinwire.tools.bench import collectives, exchange, models, record, step, timing
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
-from thinwire.tools.bench.models import MODELS
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
 from thinwire.tools.local.launch import RankSetup
@@ -341,29 +341,51 @@ def test_names_of_schemes() -> None:
 @pytest.mark.parametrize(("name", "params"), [("mlp-1m", 1_088_522), ("gpt-3m", 3_421_696), ("gpt-124m", 124_475_904)])
 def test_models(name: str, params: int) -> None:
     with torch.device("meta"):
-        network = MODELS[name].network()
+        network = models.MODELS[name].network()
     assert sum(parameter.numel() for parameter in network.parameters()) == params
-    assert MODELS[name].blocks(network)
-    inputs, targets = MODELS[name].batch(0)
+    assert models.MODELS[name].blocks(network)
+    inputs, targets = models.MODELS[name].batch(0)
     assert len(inputs) == len(targets)
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("parallel", "codecs"), [("ddp", "int8,lloyd2@ef21"), ("fsdp2", "int8/int8")])
-def test_a_quick_run_of_steps(parallel: str, codecs: str, tmp_path: Path) -> None:
+def test_a_quick_run_of_steps(tmp_path: Path) -> None:
     path = str(tmp_path / "step.json")
-    run = bench("step", "--quick", "--rounds", "1", "--parallel", parallel, "--codecs", codecs, "--json", path)
+    run = bench("step", "--quick", "--rounds", "1", "--codecs", "int8,lloyd2@ef21", "--json", path)
     assert (run.exit_code, run.stderr) == (0, ""), run.output
     rows = record.read(path).rows
+    assert all((row["numel"], row["world"], row["link"]) == (1_088_522, 2, "loopback") for row in rows)
+    check_steps(rows, "ddp", "int8,lloyd2@ef21")
+
+
+def check_steps(rows: list[record.Row], parallel: str, codecs: str) -> None:
     assert [row["codec"] for row in rows] == ["none", "bf16", *codecs.split(",")]
     for row in rows:
-        assert (row["verb"], row["numel"], row["world"]) == (step.VERBS[parallel], 1_088_522, 2)
-        assert row["identical"] is True, row
+        assert (row["verb"], row["identical"]) == (step.VERBS[parallel], True), row
         assert (row["bytes_per_rank"] is None) == (row["codec"] in ("none", "bf16"))
     assert rows[0]["speedup_plain"] == rows[1]["speedup_bf16"] == 1
     compressed = [float(str(row["bytes_per_rank"])) for row in rows[2:]]
     most = 1.1 if parallel == "ddp" else 3.2 / 2  # per parameter: gradients; half of gradients and twice of weights
-    assert all(0.2 * 1_088_522 < nbytes < most * 1_088_522 for nbytes in compressed)
+    assert all(0.2 < nbytes / int(str(rows[0]["numel"])) < most for nbytes in compressed)
+
+
+def steps_of_a_job(group: dist.ProcessGroup, parallel: str, codecs: str, path: str) -> tuple[int, str]:
+    """On a smaller network: some processors take a hundred times as long for products in bf16 as in fp32."""
+    small = replace(models.MODELS["mlp-1m"], network=lambda: models.mlp(64, 200, 10), inputs=(2, 64))
+    place = {"RANK": str(group.rank()), "WORLD_SIZE": str(group.size()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with patch.dict(os.environ, place), patch.dict(models.MODELS, {"mlp-1m": small}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        run = bench("step", "--quick", "--rounds", "2", "--parallel", parallel, "--codecs", codecs, "--json", path)
+    return run.exit_code, run.stdout
+
+
+@pytest.mark.parametrize(("parallel", "codecs"), [("ddp", "int8"), ("fsdp2", "int8/int8")])
+def test_the_ranks_of_torchrun_take_steps(ranks: RankPool, parallel: str, codecs: str, tmp_path: Path) -> None:
+    (status, out), other = ranks(2).run(steps_of_a_job, parallel, codecs, str(tmp_path / "step.json"))
+    assert (status, out.count("int8") > 0, other) == (0, True, (0, ""))  # rank 0 prints
+    rows = record.read(str(tmp_path / "step.json")).rows
+    assert all((row["numel"], row["world"], row["link"]) == (15_010, 2, "torchrun") for row in rows)
+    check_steps(rows, parallel, codecs)
 
 
 @pytest.mark.parametrize(
@@ -413,20 +435,6 @@ def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ([3, 4, 2], links.ShapedLink("1gbit", 1e9), shaped),
         ([3], None, {"parallel": "fsdp2"}),
     ]
-
-
-STEP = ("bench", "step", "--quick", "--model", "mlp-1m", "--rounds", "2", "--codecs", "int8", "--json", "step.json")
-
-
-@pytest.mark.program("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", *STEP)
-def test_the_ranks_of_torchrun_take_steps(program: Ended) -> None:
-    assert program.status == 0, program.told
-    assert program.out.count("int8") == 1  # rank 0 prints
-    rows = record.read(str(program.folder / "step.json")).rows
-    assert [(row["codec"], row["world"], row["link"]) for row in rows] == [
-        (codec, 2, "torchrun") for codec in ("none", "bf16", "int8")
-    ]
-    assert all(row["identical"] is True for row in rows)
 
 
 @pytest.mark.cuda

@@ -572,16 +572,6 @@ def test_by_name_picks_the_first_match_and_encodes_through_its_last_rule() -> No
     cases.assert_same(cases.decoded(codec, wire, 300), cases.decoded(BlockInt(4), wire, 300))
 
 
-def test_composites_nest() -> None:
-    inner = BySize(small=Identity(), large=BlockInt(8), min_numel=10)
-    codec = ByName({"norm*": Cast("bf16"), "*": inner})
-    assert (codec.pick("norm.w", (100,)), codec.pick("w", (100,))) == (Cast("bf16"), BlockInt(8))
-    assert (codec.pick("w", (9,)), codec.wire_bytes(9)) == (Identity(), Identity().wire_bytes(9))
-    outer = BySize(small=codec, large=Lloyd(4), min_numel=50)
-    assert (outer.pick("norm.w", (20,)), outer.pick("norm.w", (200,))) == (Cast("bf16"), Lloyd(4))
-    assert outer.wire_bytes(20) == BlockInt(8).wire_bytes(20)
-
-
 def test_composites_take_what_the_picked_codec_takes() -> None:
     codec = BySize(small=Cast("bf16"), large=BlockInt(8), min_numel=100)
     x = torch.ones(99, dtype=torch.float64)

@@ -32,10 +32,8 @@ from cases import (
     given,
     needs_cuda,
     on_ranks,
-    seeded,
     small_chunks,
     thorough,
-    wire_of,
     worlds,
 )
 from ranks import RankPool
@@ -186,44 +184,6 @@ def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int, de
         for rank in range(world):
             total += given(case.numel, rank, case.dtype)
         assert_same(got, total.to(case.dtype), str(case))
-
-
-@each_device
-@worlds(4, rare=[2])
-def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int, device: Device) -> None:
-    two_phase, one_shot = ranks(world).run(reduce_cases, [Case("bf16", 901, a) for a in SHARED], device)[0][1]
-    total = torch.zeros(901)
-    for rank in range(world):
-        total += given(901, rank).bfloat16()
-    assert_same(one_shot, total)
-    assert_same(two_phase, total.bfloat16().float())
-
-
-def nmse_of(group: Group, codecs: Sequence[str], numel: int) -> list[tuple[float, float]]:
-    """The error of two_phase and of one_shot, for each codec."""
-    xs = [torch.randn(numel, generator=seeded(5, rank)) for rank in range(group.size())]
-    want = torch.stack(xs).double().sum(0)
-    found = []
-    for codec in codecs:
-        for algorithm in SHARED:
-            x = xs[group.rank()].clone()
-            thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
-            found.append(float((x - want).square().sum() / want.square().sum()))
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-@worlds(2, rare=[4])
-def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, world: int) -> None:
-    """Errors of independent Gaussian ranks are orthogonal. One tensor's own share varies: 4 sigma of 2**16 numbers."""
-    x = torch.randn(1 << 16, generator=seeded(6))
-    codecs = ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")
-    slack = 1 + 4 * math.sqrt(2 / x.numel()) * 2
-    for name, (two_phase, one_shot) in zip(codecs, ranks(world).run(nmse_of, codecs, x.numel())[0], strict=True):
-        coder, y = thinwire.codec(name), torch.empty_like(x)
-        coder.decode(wire_of(coder, x), y)
-        once = float((x - y).square().sum() / x.square().sum())
-        assert one_shot <= once * slack, name
-        assert two_phase <= 2 * once * slack, name
 
 
 @each_device

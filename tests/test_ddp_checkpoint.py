@@ -197,21 +197,6 @@ def test_gradients_are_gathered_from_whatever_buckets_ddp_has(group: Group) -> N
 
 
 @on_ranks(2)
-def test_a_state_of_other_buckets_may_be_loaded(group: Group) -> None:
-    """A state of the first step, with DDP's first bucket, loaded when there are others."""
-    for options in (CLASSIC, {"codec": "int8"}):
-        first = Training(group, Run(options))
-        first.go(range(1))
-        state = first.save()
-        first.go(range(1, 4))
-        first.load(state)
-        one, second = first.go(range(1, 4)), Training(group, Run(options))
-        second.load(state)
-        assert torch.allclose(one, second.go(range(1, 4)), atol=0.5)
-        assert same_everywhere(group, one)
-
-
-@on_ranks(2)
 def test_what_auto_chose_is_not_measured_again(group: Group) -> str:
     printed, state, steps = [], {}, auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 1
     for round_ in range(2):

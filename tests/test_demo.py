@@ -12,7 +12,6 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import figures
-from programs import Ended
 from thinwire.tools.advise import verdict
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Interrupted, Record
@@ -25,17 +24,15 @@ def call(*flags: str) -> Result:
     return CliRunner().invoke(app, ["demo", *flags], prog_name="thinwire")
 
 
-QUICK = ("--quick", "--steps", "3", "--codecs", "bf16,lloyd2", "--link", "loopback", "--json", "x.json")
-
-
-@pytest.mark.program("-m", "thinwire", "demo", *QUICK)
-def test_in_a_pipe(program: Ended) -> None:
-    assert program.status == 0, program.told
-    assert "\x1b" not in program.out + program.err
-    assert program.err == ""
-    assert "Measured here: a GPT of 21.4 k weights, 2 ranks on" in program.out
-    assert "Loopback is faster than any network" in program.out
-    rows = record.read(str(program.folder / "x.json")).rows
+@pytest.mark.usefixtures("forked")
+def test_in_a_pipe(tmp_path: Path) -> None:
+    path = str(tmp_path / "x.json")
+    run = call("--quick", "--steps", "3", "--codecs", "bf16,lloyd2", "--link", "loopback", "--json", path)
+    assert (run.exit_code, run.stderr) == (0, ""), run.output
+    assert "\x1b" not in run.stdout
+    assert "Measured here: a GPT of 21.4 k weights, 2 ranks on" in run.stdout
+    assert "Loopback is faster than any network" in run.stdout
+    rows = record.read(path).rows
     found = [(row["codec"], row["feedback"], row["bytes_from"]) for row in rows]
     assert found == [("none", "none", "formula"), ("bf16", "none", "formula"), ("lloyd2", "none+moments", "transport")]
     none, bf16, lloyd2 = (float(str(row["bytes_per_step"])) for row in rows)

@@ -20,7 +20,6 @@ from cases import assert_same, in_time, worlds
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
 from thinwire import CollectiveError, DiLoCo
-from thinwire.feedback import Ledger, Piece
 
 STEPS = 13
 RATE = 0.05
@@ -163,20 +162,6 @@ def test_compressed_rounds_train_and_agree(ranks: RankPool, world: int) -> None:
 
 def train_named(group: Group, name: str) -> tuple[list[float], float, str, bool]:
     return compressed(group, CODECS[name][0])
-
-
-def test_residuals_decay() -> None:
-    ledger = Ledger()
-    pieces = [Piece("a", 3), Piece("b", 2)]
-    ledger.lane(pieces, torch.device("cpu")).copy_(torch.tensor([1.0, -2.0, 4.0, 8.0, 0.0]))
-    ledger.load({**ledger.read(), "c": torch.tensor([2.0])})
-    ledger.lane(pieces, torch.device("cpu"))
-    ledger.decay(["a", "b", "c", "unknown"], 0.5)
-    assert {name: values.tolist() for name, values in ledger.read().items()} == {
-        "a": [0.5, -1.0, 2.0],
-        "b": [4.0, 0.0],
-        "c": [1.0],
-    }
 
 
 def owed(group: Group, codec: str, beta: float) -> tuple[float, float]:
@@ -708,12 +693,6 @@ def refused(group: Group) -> dict[str, str]:
     assert not kept.closed
     found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
     return found
-
-
-@pytest.mark.parametrize("option", ["connections", "deadline", "snapshot"])
-def test_options_that_are_gone_are_unknown(option: str) -> None:
-    with pytest.raises(TypeError, match=option):
-        DiLoCo(network(), None, every=3, **{option: 1})  # type: ignore[arg-type]
 
 
 def test_misuse_is_refused(ranks: RankPool) -> None:

@@ -18,12 +18,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from cases import digest, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import Group, message_of
-from thinwire import compress_ddp, compress_fsdp
+from thinwire import compress_fsdp
 from thinwire.integrations.fsdp import rows
 
 # --- a network --------------------------------------------------------------------------------------------------------
@@ -687,12 +686,8 @@ def refusals(group: Group) -> dict[str, str]:
     own.blocks[1].set_custom_reduce_scatter(_OwnScatter())
     gathers = shard(Net(), mesh)
     gathers.set_custom_all_gather(_OwnGather())
-    ddp = DistributedDataParallel(Net(), process_group=group)
     told = {
-        "not sharded": message_of(lambda: compress_fsdp(Net())),
-        "DDP": message_of(lambda: compress_fsdp(ddp)),
         "no model": message_of(lambda: compress_fsdp(3)),  # type: ignore[arg-type]
-        "FSDP to compress_ddp": message_of(lambda: compress_ddp(model)),
         "an own scatter": message_of(lambda: compress_fsdp(own)),
         "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
         "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
@@ -724,10 +719,7 @@ class _OwnGather(AllGather):
 
 
 REFUSED = {
-    "not sharded": "expected a model that fully_shard was called on, got Net, which nothing wraps or shards",
-    "DDP": "a DistributedDataParallel model: call thinwire.compress_ddp",
     "no model": "expected a model that fully_shard was called on, got int",
-    "FSDP to compress_ddp": "call thinwire.compress_fsdp",
     "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
     "an own gather": "the root has a communication of its own, _OwnGather",
     "inside": "inside='int8' requires replicas of shards",

@@ -335,18 +335,6 @@ def test_negative_zero_points_and_those_beyond_the_range(zero_point: float, obse
     assert integer.tolist() == [max(-8, min(7, round(zero_point)))] * len(scale)
 
 
-def test_nan_stays_visible() -> None:
-    x = torch.tensor([0.3, math.nan, 1.0])
-    ours, theirs = both(MinMaxObserver)
-    for quantizer in (ours, theirs):
-        quantizer.enable_param_learning()
-    assert ours(x).isnan().tolist() == [False, True, False]
-    assert theirs(x).isnan().tolist() == [False, False, False]  # torch's fault
-    static = LearnableFakeQuantize(MinMaxObserver)
-    static(torch.ones(2))
-    assert static(x).isnan().tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("observer", [*PER_TENSOR, OwnObserver])
 @pytest.mark.parametrize("at", [0, 1, 2])

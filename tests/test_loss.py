@@ -187,14 +187,6 @@ def test_powersgd_sends_a_matrix_of_its_rank_exactly() -> None:
     assert powersgd.bits == 32 * (2 * 50 + 30) / 630
 
 
-def test_the_rate_rises_and_ends_near_zero() -> None:
-    size = task.SIZES["25m"]
-    rates = [task.rate_of(size, step) for step in range(size.steps)]
-    assert max(rates) == rates[49] == size.rate
-    assert rates[0] == size.rate / 50
-    assert 0 < rates[-1] < size.rate / 500
-
-
 @pytest.mark.parametrize(("size", "weights"), [("3m", 3.28e6), ("25m", 25.4e6), ("126m", 126.4e6)])
 def test_sizes(size: str, weights: float) -> None:
     with torch.device("meta"):

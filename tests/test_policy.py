@@ -5,7 +5,6 @@ import gc
 import inspect
 import itertools
 import math
-import pickle
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
@@ -34,9 +33,6 @@ THIN = Size(torch.Size((64,)), 64, FP32)
 
 
 # --- what a user's codec names ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
-def test_a_codec_string_is_a_codec(spec: str) -> None:
-    assert parse(spec) == parse(make(spec)) == make(spec)
 
 
 @over("spec", ["auto:2.5", " auto:8 ", "auto:1.1", "auto: 8.2", "auto", " auto "])
@@ -174,12 +170,6 @@ def test_the_family_of_every_optimizer_of_torch() -> None:
     assert options.family(object()) == "adaptive", "what is not known may be Adam's kin"
 
 
-def test_feedback_and_its_memory_go_together() -> None:
-    for feedback, dtype in itertools.product(options.FEEDBACKS, (torch.float32, torch.bfloat16)):
-        if (feedback, dtype) != ("ef21", torch.bfloat16):
-            DDPOptions(feedback=feedback, residual_dtype=dtype)
-
-
 NO_STEPS = "a schedule maps steps, 0 or more, to codecs"
 NO_EXEMPTION = "exempt must be 'auto', 'none', a list of name patterns or a function, got"
 NO_POLICY = "policy maps patterns of names to codecs, e.g. {'*.embed*': 'int8'}: got"
@@ -222,12 +212,6 @@ def test_the_first_phase_is_unbiased_where_nobody_remembers_its_error(chosen: Co
     unbiased = isinstance(chosen, Lloyd) and chosen.bits <= 3 and not feedback
     assert first == (dataclasses.replace(chosen, scale="unbiased") if unbiased else chosen)  # type: ignore[type-var]
     assert first.encoding(FP32).format == chosen.encoding(FP32).format, "what one writes the other reads"
-
-
-def test_leaves_are_what_may_be_picked() -> None:
-    nested = make("byname(a*=bysize(small=bf16; large=int4); b=lloyd1; *=int8)")
-    assert list(map(str, choice.leaves(nested))) == ["bf16", "int4", "lloyd1", "int8"]
-    assert choice.leaves(Lloyd(2)) == [Lloyd(2)]
 
 
 # --- codec="auto" -----------------------------------------------------------------------------------------------------
@@ -376,26 +360,6 @@ def test_bits_stay_inside_the_budget_and_leave_little_of_it(layers: list[Layer],
     assert all(spent + w.wire_bytes(one.numel) - chosen[one.name].wire_bytes(one.numel) > budget for one, w in wider)
 
 
-@generated(80)
-@given(layers_of, st.floats(1.5, 8), st.floats(0, 2))
-def test_more_budget_never_loses_more(layers: list[Layer], bits: float, more: float) -> None:
-    less, larger = (deal_bits(layers, 0, 0, each) for each in (bits, bits + more))
-    assert lost_by(layers, larger) <= lost_by(layers, less) * (1 + 1e-9)
-
-
-@generated(80)
-@given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=9), st.integers(1024, 30_000), st.floats(1.5, 8))
-def test_of_equal_layers_the_one_with_more_error_gets_no_fewer_bits(
-    energies: list[float], numel: int, bits: float
-) -> None:
-    layers = [layer(f"p{i}", numel, energy) for i, energy in enumerate(energies)]
-    chosen = deal_bits(layers, 0, 0, bits)
-    ranks = [[w for w, _ in WIDTHS].index(chosen[one.name]) for one in sorted(layers, key=lambda one: one.lost)]
-    distinct = sorted(set(energies))
-    if len(distinct) == len(energies):
-        assert ranks == sorted(ranks)
-
-
 def best(layers: Sequence[Layer], budget: float) -> float:
     """The least loss of all assignments inside a budget."""
     found = math.inf
@@ -465,15 +429,6 @@ def test_options_are_the_same_for_users_for_checkers_and_inside() -> None:
         assert all(p.annotation is not p.empty for p in (*seen.values(), *others))
         assert all(p.kind is p.KEYWORD_ONLY for name, p in seen.items() if name != "codec")
     assert DDPOptions().codec == "int8"
-
-
-def test_options_pickle_as_themselves() -> None:
-    made = DDPOptions(
-        {0: "int8", 9: Lloyd(2)}, policy={"a*": "int4"}, exempt=["b"], optimizer="linear", measure_every=3
-    )
-    assert pickle.loads(pickle.dumps(made)) == made
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.codec = "int4"  # type: ignore[misc]
 
 
 # --- one place decides: a pure function of options, step and agreement ------------------------------------------------
@@ -610,15 +565,6 @@ def test_a_race_that_a_schedule_leaves_is_over() -> None:
     assert [a == b for a, b in itertools.pairwise(settings)][4:] == [False] + [True] * 6, "any other codec is another"
 
 
-def test_nobody_waits_for_an_optimiser_for_ever() -> None:
-    made = decisions("lloyd2", optimizer=None)
-    for step in range(30):
-        begin(made, step)
-        assert travels(made) == ("int8", "")
-    begin(made, 30)
-    assert travels(made) == ("lloyd2", "")
-
-
 def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
     made = decisions("lloyd2", optimizer=None)
     begin(made, 0)
@@ -650,18 +596,6 @@ def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
     made.clear()
     gc.collect()
     assert len(hooks) == begun, "what looked goes with the decisions"
-
-
-def test_measure_every_and_never() -> None:
-    made = decisions("lloyd2", measure_every=4)
-    measured = []
-    for step in range(9):
-        begin(made, step)
-        measured.append(made.measuring)
-    assert measured == [step % 4 == 0 for step in range(9)]
-    never = decisions("lloyd2", measure_every=0)
-    begin(never, 0)
-    assert not never.measuring
 
 
 def test_a_trial_races_decides_and_stays() -> None:

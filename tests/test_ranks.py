@@ -20,18 +20,8 @@ def sum_ranks(group: dist.ProcessGroup, scale: float) -> torch.Tensor:
     return x
 
 
-def sum_in_new_group(group: dist.ProcessGroup) -> float:
-    x = torch.ones(1)
-    dist.all_reduce(x, group=dist.new_group())
-    return x.item()
-
-
 def pid(group: dist.ProcessGroup) -> int:
     return os.getpid()
-
-
-def identity(group: dist.ProcessGroup, x: torch.Tensor) -> tuple[int, torch.Tensor, int]:
-    return group.rank(), x, torch.get_num_threads()
 
 
 def raise_on_odd(group: dist.ProcessGroup) -> None:
@@ -59,20 +49,6 @@ def unpicklable(group: dist.ProcessGroup) -> object:
     return lambda: None
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_reduce(ranks: RankPool, world: int) -> None:
-    expected = torch.tensor([0.5 * world * (world - 1) / 2, world])
-    results = ranks(world).run(sum_ranks, 0.5)
-    assert len(results) == world
-    assert all(torch.equal(result, expected) for result in results)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_functions_may_make_groups(ranks: RankPool, world: int) -> None:
-    for _ in range(2):
-        assert ranks(world).run(sum_in_new_group) == [world] * world
-
-
 def hash_seed(group: dist.ProcessGroup) -> int:
     return hash("a name")
 
@@ -83,26 +59,6 @@ def test_neighbours_differ_in_their_hash_seeds(ranks: RankPool) -> None:
         pytest.skip("PYTHONHASHSEED is set")
     even, odd, again = ranks(3).run(hash_seed)
     assert even == again != odd
-
-
-def test_ranks_are_reused(ranks: RankPool) -> None:
-    pids = ranks(4).run(pid)
-    assert (len(set(pids)), ranks(4).run(pid)) == (4, pids)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_tensors_travel_by_value(ranks: RankPool, dtype: torch.dtype) -> None:
-    x = torch.arange(300_000).to(dtype)
-    for rank, (number, y, threads) in enumerate(ranks(2).run(identity, x)):
-        assert (number, threads) == (rank, 1)
-        assert y.dtype == dtype
-        assert torch.equal(y, x)
-
-
-@pytest.mark.parametrize("world", [0, 5])
-def test_world_is_judged(ranks: RankPool, world: int) -> None:
-    with pytest.raises(ValueError, match=f"world must be 1..4, got {world}"):
-        ranks(world)
 
 
 def test_exceptions_name_their_ranks_and_leave_the_pool_alone(ranks: RankPool) -> None:
@@ -138,12 +94,6 @@ def test_a_failure_does_not_wait_for_those_it_left_hanging(ranks: RankPool, monk
 def test_a_dead_rank_is_named(ranks: RankPool) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)failed on rank 1.*died with exit status -6.*in die_on_one"):
         ranks(2).run(die_on_one)
-
-
-@on_ranks(1, 3)
-def test_a_body_runs_on_every_rank_of_its_world(group: dist.ProcessGroup, world: int) -> int:
-    assert group.size() == world
-    return world
 
 
 @on_ranks(2, gives=0)

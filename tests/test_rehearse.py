@@ -1,8 +1,12 @@
 """Rehearsals: micro-batches in one process get the bits that real DDP ranks get; wrong use; the command."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from ranks import RankPool
 from replicas import Group
 from thinwire import CodecError, CollectiveError, NonfiniteError
 from thinwire.rehearsal import buckets_of
+from thinwire.tools import rehearsal
 from thinwire.tools.bench import record
 from thinwire.tools.cli.app import app
 
@@ -303,7 +308,7 @@ for step in range(80):
         loss = (model(x).squeeze() - x[:, 0].sin() * x[:, 1]).square().mean()
         loss.backward()
     handle.step()
-    with torch.no_grad():  # torch.optim would take seconds to import
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * (1 - step / 80) * parameter.grad
             parameter.grad = None
@@ -314,6 +319,22 @@ for step in range(80):
 """
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run here, where torch is imported; test_scripts_that_fail has processes of their own."""
+
+    def run(command: list[str], env: dict[str, str], **how: Any) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", env)
+            patch.setattr(sys, "argv", command[2:])
+            patch.setattr(sys, "path", [*sys.path])
+            rehearsal.main()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     script, page, written = (tmp_path / name for name in ("train.py", "page.md", "record.json"))
     script.write_text(SCRIPT)
@@ -330,6 +351,7 @@ def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     assert "int8: " in result.stdout
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_example_is_rehearsed() -> None:
     flags = ["--codecs", "int8", "--world", "4", "--seeds", "1", "--", "--steps", "10"]
     result = CliRunner().invoke(app, ["rehearse", str(EXAMPLE), *flags])

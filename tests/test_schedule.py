@@ -25,7 +25,7 @@ from cases import CPU, digest, generated, given, on_ranks, small_chunks, thoroug
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span
+from thinwire.collectives.chunks import Desk, Flat, Span
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.pipeline import Line, Operation, ScratchRing
 from thinwire.collectives.transport import Stages
@@ -433,21 +433,6 @@ def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, in
     assert scratch.take(2000, 2048) is not None, "not all came back"
 
 
-@generated(60)
-@forall(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> None:
-    scratch = ScratchRing(CPU)
-    part = scratch.take(10, 4096)
-    assert part is not None
-    place = scratch._buffer.data_ptr()
-    scratch.give(part)
-    for nbytes in sizes:
-        part = scratch.take(nbytes, nbytes)
-        assert part is not None
-        scratch.give(part)
-    assert (scratch._buffer.data_ptr(), scratch.nbytes) == (place, 4096)
-
-
 def test_scratch_does_not_grow_under_what_is_lent() -> None:
     scratch = ScratchRing(CPU)
     first = scratch.take(100, 128)
@@ -488,10 +473,6 @@ def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin
     want = torch.cat([torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)])
     want[span.begin : span.end] += 1
     assert torch.equal(torch.cat(tensors), want)
-
-
-def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
-    assert (Cut(0, 1).num_chunks, Cut(0, 1).span(0)) == (1, Span(0, 0))
 
 
 # --- lines and failures -----------------------------------------------------------------------------------------------

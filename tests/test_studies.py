@@ -168,13 +168,6 @@ def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, par
     return TrainPlan(small, bench.lineup(task, names, parallel), 2, link, "adam", bench.QUICK, parallel)
 
 
-def test_ratios_are_paired_by_seed() -> None:
-    assert bench.log_ratios([2.0, 3.0], [1.0, 3.0]) == [math.log(2), 0]
-    assert all(map(math.isnan, bench.log_ratios([math.inf, math.nan, 0.0, 1.0], [1.0, 1.0, 1.0, math.nan])))
-    assert bench.noise_floor([1.0, math.e, math.e**3]) == pytest.approx((1 + 3 + 2) / 3)
-    assert bench.noise_floor([1.0]) is None
-
-
 def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Trained]]:
     """By seed, then by rank: the second rank has three times as much to judge."""
     return [
@@ -256,18 +249,6 @@ def test_a_quick_run_of_ddp(quick_run: Callable[..., record.Record]) -> None:
     assert all(row["identical"] and number(row, "step_ms") > 0 for row in found.rows)
     assert number(sign, "bytes_per_step") < number(int8, "bytes_per_step") / 4
     assert number(int8, "val_gap_nats") != 0
-
-
-@pytest.mark.thorough
-def test_a_quick_run_of_fsdp2(quick_run: Callable[..., record.Record]) -> None:
-    names = "int8,int8/int8,lloyd4/lloyd4@replica,int8/lloyd4,mixed"
-    found = quick_run("--parallel", "fsdp2", "--codecs", names, "--steps", "3", "--batch", "1", "--optimizer", "sgd")
-    _, int8, *paired, mixed = found.rows
-    shown = [(row["codec"], row["weights"], row["control"]) for row in paired]
-    assert shown == [("int8", "int8", False), ("lloyd4", "lloyd4@replica", False), ("int8", "lloyd4", True)]
-    assert (mixed["codec"], mixed["peer"], int8["bytes_per_step"]) == ("mixed", True, None)  # torch gathers weights
-    eight, differences, direct = (number(row, "bytes_per_step") for row in paired)
-    assert differences < eight / 2 < direct < eight  # weights are gathered twice, differences once
 
 
 def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
