@@ -14,7 +14,7 @@ from thinwire.wire import Format, IntVariant, Kind
 
 @dataclass(frozen=True)
 class BlockInt(Codec):
-    """Uniform quantisation by the block's peak (symmetric) or by its minimum and maximum (affine).
+    """Uniform quantization by the block's peak (symmetric) or by its minimum and maximum (affine).
 
     Error of an element <= scale / 2. Symmetric: scale = peak / (2**(bits-1) - 1), rounded to 16 bits. Affine: scale =
     (maximum - minimum) / (2**bits - 1), rounded up, the minimum rounded down to 16 bits first. With stochastic rounding

@@ -14,7 +14,7 @@ from thinwire.wire import Format, Kind, LloydVariant
 
 @dataclass(frozen=True)
 class Lloyd(Codec):
-    """Randomised Hadamard rotation inside the block, then the Lloyd-Max quantiser of a Gaussian.
+    """Randomized Hadamard rotation inside the block, then the Lloyd-Max quantizer of a Gaussian.
 
     Its NMSE is 0.363, 0.117, 0.0345, 0.0095 at 1, 2, 3, 4 bits. All ranks of a sum must share seed and step, because
     rotated wires are added before the rotation is undone.

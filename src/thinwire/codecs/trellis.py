@@ -1,4 +1,4 @@
-"""Trellis-coded quantisation: 1 to 3 bits at a smaller error than any quantiser of one number at a time."""
+"""Trellis-coded quantization: 1 to 3 bits at a smaller error than any quantizer of one number at a time."""
 
 from dataclasses import dataclass
 
