@@ -135,7 +135,7 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 6990,
+    "kernels": 6985,
     "tools.bench": 1162,
     "tools.advise": 895,
     "tools.report": 317,
@@ -203,7 +203,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (25, 5910, 67), "integrations": (21, 5700, 53)}
+BUDGETS = {"collectives": (25, 5910, 67), "integrations": (21, 5680, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -215,7 +215,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_780),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_750),
     "tests": (["tests/*.py"], str.splitlines, 32_200),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
