@@ -138,13 +138,11 @@ def is_codec(value: Any) -> bool:
     return False
 
 
-def is_pairs(value: Any) -> bool:
-    return isinstance(value, LISTS) and all(isinstance(pair, LISTS) and len(pair) == 2 for pair in value)
-
-
 MAPPING = field("a mapping", lambda value: isinstance(value, Mapping))
 LIST = field("a list", lambda value: isinstance(value, LISTS))
-PAIRS = field("a list of pairs", is_pairs)
+PAIRS = field(
+    "a list of pairs", lambda v: isinstance(v, LISTS) and all(isinstance(p, LISTS) and len(p) == 2 for p in v)
+)
 TEXT = field("text", lambda value: isinstance(value, str))
 RANK = field("the number of a rank", lambda value: isinstance(value, str) and value.isascii() and value.isdecimal())
 FLAG = field("True or False", lambda value: isinstance(value, bool))

@@ -67,10 +67,6 @@ class _Fragment:
         """This rank's parameters; of a sharded one, its shard."""
         return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
 
-    def has_learned(self) -> bool:
-        """Whether this rank's parameters differ from the outer ones."""
-        return not all(map(_is_unchanged, self.own(), self.outer))
-
     @property
     def stopped(self) -> str:
         """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
@@ -350,7 +346,7 @@ class DiLoCo(Handle):
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
         self._settle(list(self._in_flight))
-        own = [float(fragment.has_learned()) for fragment in self._fragments]
+        own = [float(not all(map(_is_unchanged, part.own(), part.outer))) for part in self._fragments]
         learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # otherwise an outer step would follow the momentum alone

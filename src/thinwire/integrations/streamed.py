@@ -88,8 +88,5 @@ class StreamedBucket:
     def _memories(self, xs: Sequence[Tensor]) -> list[Memory | None] | None:
         if not any(self._carries):
             return None
-        found: list[Memory | None] = []
-        for carry, x in zip(self._carries, xs, strict=True):
-            kept, mean = (None, None) if carry is None else carry.memories
-            found.append(None if kept is None else Memory(kept, x, mean))
-        return found
+        pairs = zip(self._carries, xs, strict=True)
+        return [None if carry is None else Memory(carry.memories[0], x, carry.memories[1]) for carry, x in pairs]

@@ -214,13 +214,14 @@ class GradientSync:
     def stats(self, step: int) -> Stats:
         """What compression has done in `step` steps on this rank."""
         tally = self.tally
-        coded = [bucket for bucket in list(self._buckets.values()) if bucket.message is not None]
+        buckets = list(self._buckets.values())
+        coded = [bucket for bucket in buckets if bucket.message is not None]
         numel = sum(bucket.numel for bucket in coded)
         channels = {bucket.message.channel for bucket in coded}
         return Stats(
             steps=step,
             codec=str(self.chooser.policy.schedule),
-            feedback=self.feedback,
+            feedback=self.chooser.feedback_in_use(lane.spec.feedback for bucket in buckets for lane in bucket.lanes),
             chosen=self.chooser.why,
             bytes_sent=tally.bytes_sent,
             bytes_plain=tally.bytes_plain,
@@ -231,12 +232,6 @@ class GradientSync:
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
             scratch_bytes=sum(channel.scratch_bytes for channel in channels),
         )
-
-    @property
-    def feedback(self) -> str:
-        """The kinds in use, or "none"."""
-        buckets = list(self._buckets.values())
-        return self.chooser.feedback_in_use(lane.spec.feedback for bucket in buckets for lane in bucket.lanes)
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:

@@ -47,7 +47,9 @@ def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
 
 def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -> _Placed:
     compute = torch.promote_types(x_OCI.dtype, torch.float32)
-    scale_C1 = _usable(scale_C.to(compute)).unsqueeze(1)
+    scale_C1 = scale_C.to(compute).unsqueeze(1)
+    usable = (scale_C1 > 0) & (scale_C1 < torch.inf) & (1 / scale_C1 < torch.inf)
+    scale_C1 = scale_C1.where(usable, torch.nan)  # a grid can have no other
     offset_C1 = zero_C1 = torch.zeros_like(scale_C1)
     if shift_C is not None and grid.offset:
         offset_C1 = shift_C.to(compute).unsqueeze(1) + 0.0  # no negative zero: y would have the sign of r, or not
@@ -56,11 +58,6 @@ def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -
         scale_C1 = scale_C1.where(zero_C1.isfinite(), torch.nan)
     v_OCI = (x_OCI.to(compute) - offset_C1) * (1 / scale_C1)
     return _Placed(scale_C1, offset_C1, grid.quant_min - zero_C1, grid.quant_max - zero_C1, v_OCI, v_OCI.round())
-
-
-def _usable(scale_C: Tensor) -> Tensor:
-    """The scales, NaN in place of those that no grid can have."""
-    return scale_C.where((scale_C > 0) & (scale_C < torch.inf) & (1 / scale_C < torch.inf), torch.nan)
 
 
 def _outside(grid: Grid, at: _Placed) -> Tensor:

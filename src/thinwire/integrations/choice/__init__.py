@@ -142,6 +142,7 @@ class Chooser:
         self.raced = False  # whether a race of codecs ended with the last step
         self.why = ""  # why "auto" chose what it did
         self._names = names
+        self.sizes = names.sizes  # of the parameters whose gradients travel
         self._replan_every = options.replan_every
         self._measure_every = options.measure_every
         self._error_budget = options.error_budget
@@ -273,11 +274,6 @@ class Chooser:
         return choice.bits if isinstance(choice, Auto) else None
 
     @property
-    def sizes(self) -> dict[str, ParameterSize]:
-        """Of the parameters whose gradients travel."""
-        return self._names.sizes
-
-    @property
     def setting(self) -> tuple[object, ...]:
         """Changes when any parameter's codec or feedback does."""
         return self.policy.setting(self.step, self.agreed)
@@ -300,15 +296,10 @@ class Chooser:
             self._weighed[names] = [i for i, name in enumerate(names) if name in sizes and able(name, sizes[name])]
         return self._weighed[names]
 
-    @property
-    def in_units(self) -> bool:
-        """Whether any gradient of this step was weighed by moments."""
-        return any(self._weighed.values())
-
     def feedback_in_use(self, used: Iterable[str]) -> str:
         """The kinds of feedback that lanes use, "+moments" if gradients are weighed; or "none"."""
         found = "+".join(sorted({*used} - {""})) or "none"
-        return f"{found}+moments" if self.weighs and self.in_units else found
+        return f"{found}+moments" if self.weighs and any(self._weighed.values()) else found
 
     def spec(self, name: str, size: ParameterSize) -> LaneSpec:
         """How one parameter travels, as a lane of its own would."""
