@@ -28,12 +28,10 @@ _WARPS = 8
 def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of all blocks, one after the other, and the length of each."""
     count = -(-base.numel() // EXACT_BLOCK)
-    room = _room(base.itemsize)
-    rows = torch.zeros(count, room, dtype=torch.int32, device=base.device)
+    rows = torch.zeros(count, _room(base.itemsize), dtype=torch.int32, device=base.device)
     lengths_K = torch.empty(count, dtype=torch.int64, device=base.device)
     if count:
-        encode = launch(encode_kernel, tables, base, count)
-        encode(new=_bits(new), base=_bits(base), rows=rows, lengths=lengths_K)
+        launch(encode_kernel, tables, base, count)(new=_bits(new), base=_bits(base), rows=rows, lengths=lengths_K)
     starts = torch.nn.functional.pad(lengths_K.cumsum(0), (1, 0))
     out = torch.empty(int(starts[-1]), dtype=torch.uint8, device=base.device)
     if count:
@@ -44,6 +42,8 @@ def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor
 def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
     """out = the numbers that were encoded; False if the bytes are damaged."""
     count = len(starts) - 1
+    if not count:
+        return True
     words = torch.nn.functional.pad(blocks, (0, 16 - blocks.numel() % 4)).view(torch.int32)
     order = torch.empty(count * EXACT_BLOCK, dtype=torch.int16, device=base.device)
     ends = torch.empty(count * EXACT_CLASSES, dtype=torch.int32, device=base.device)
