@@ -21,7 +21,6 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy as Fa
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -168,9 +167,8 @@ def run(
 ) -> tuple[pl.Trainer, Net]:
     """Train a new module."""
     module = Net(**way.module)
-    fitted = torch.compile(module, backend="eager") if way.compiled else module
     runner = trainer(group, way, callbacks, **options)
-    runner.fit(fitted, examples(group.size()), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    runner.fit(module, examples(group.size()), ckpt_path=ckpt_path)
     return runner, module
 
 
@@ -187,11 +185,10 @@ def fits(group: Group, way: Way, *runs: tuple[Options | None, Options]) -> list[
     """One run after another: with these options of Compress, or without it; and with these of the Trainer."""
     found = []
     for compress, options in runs:
-        counters.clear()
         callbacks = [] if compress is None else [Compress(**compress)]
         _, module = run(group, way, *callbacks, **options)
         stats = stats_of(callbacks[0]) if callbacks else None
-        found.append(Fitted(whole(module), max(module.peaks), counters["stats"]["unique_graphs"], stats))
+        found.append(Fitted(whole(module), max(module.peaks), stats))
     return found
 
 
@@ -255,11 +252,11 @@ def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str],
     return said, lines, state_in(path), whole(module)
 
 
-def again(group: Group, way: Way, compress: Options | None) -> list[tuple[Tensor, Stats | None]]:
+def again(group: Group, compress: Options | None) -> list[tuple[Tensor, Stats | None]]:
     """One module: fitted twice by one Trainer, then by another."""
-    module = Net(**way.module)
+    module = Net()
     callbacks = [[] if compress is None else [Compress(**compress)] for _ in range(2)]
-    first, second = (trainer(group, way, listed) for listed in callbacks)
+    first, second = (trainer(group, Way(), listed) for listed in callbacks)
     found = []
     for runner, epochs, listed in ((first, 1, callbacks[0]), (first, 2, callbacks[0]), (second, 1, callbacks[1])):
         runner.fit_loop.max_epochs = epochs

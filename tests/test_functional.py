@@ -20,7 +20,6 @@ from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
 Verb = Callable[[Tensor], Tensor]
-RANKS_IMPORT = ("torch._inductor.compile_fx",)
 NOTHING = {"codec": "none"}
 LLOYD = {"codec": "lloyd4", "algorithm": "compressed"}
 
@@ -326,6 +325,7 @@ def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
     assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"]) == [[]] * 2
 
 
+@pytest.mark.thorough  # it compiles for ten seconds
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @on_ranks(1, gives=[])
 def test_inductor_is_eager_byte_for_byte(group: Group) -> list[str]:
