@@ -16,6 +16,7 @@ that ranks hold beyond what they held after their first episodes. All three must
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import os
@@ -38,7 +39,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -207,6 +208,8 @@ class Told:
 def episode(group: Group, how: str, seed: int, folder: str = "") -> Told:
     """With whole messages, or with many small chunks: plans hold the cuts, so all make groups of their own."""
     run: Any = {"peace": peace, "train": train, "fail": fail, "differ": differ}.get(how)
+    if run and group.size() == 4:
+        mesh_of(dist.group.WORLD, (2, 2))  # so that its groups are held from the first episode on
     with small_chunks() if seed % 2 else nullcontext():
         return run(group, seed) if run else lose(group, seed, how, folder)
 
@@ -292,7 +295,7 @@ def sharded(group: Group, seed: int, lateness: random.Random) -> str:
     """Steps of FSDP2, or of HSDP on four ranks; all weights at the end."""
     rng = random.Random(seed)
     shape = (2, 2) if group.size() == 4 and rng.random() < 0.5 else (group.size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    mesh = mesh_of(dist.group.WORLD, shape)
     model = layers(rng)
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -303,11 +306,12 @@ def sharded(group: Group, seed: int, lateness: random.Random) -> str:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for at in range(STEPS):
         train_step(model, optimizer, seed + 4 * at + group.rank(), lateness)
-    found = digest(*(parameter.full_tensor() for parameter in model.parameters()))
-    for made in mesh.get_all_groups():
-        if made is not dist.group.WORLD:
-            dist.destroy_process_group(made)
-    return found
+    return digest(*(parameter.full_tensor() for parameter in model.parameters()))
+
+
+@functools.cache  # DTensor takes meshes of the same ranks for one, so that the groups of the first serve all
+def mesh_of(group: Group, shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def averaged(group: Group, seed: int, lateness: random.Random) -> str:
