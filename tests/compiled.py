@@ -173,6 +173,7 @@ def start_others() -> None:
     tables = ExactTables(120, (EXACT_DIRECT,) * EXACT_CLASSES, (2,) * EXACT_CLASSES)
     for dtype in (F32, BF16, F16):
         start_exact(tables, torch.empty(5000, dtype=dtype, device="meta"))
+    start_exact(tables, torch.empty(1 << 31, dtype=BF16, device="meta"))
     shapes = [(1, 1, 4096), (5, 3, 49), (200, 5, 1)]
     grids = [Grid(-8, 7), Grid(-8, 7, paper=True), Grid(0, 15, offset=True)]
     for i, (grid, shape) in enumerate(zip(itertools.cycle(grids), (*shapes, shapes[0], shapes[2]), strict=False)):
@@ -192,10 +193,10 @@ def start_exact(tables: ExactTables, base: torch.Tensor) -> None:
     short, small = words.to(torch.int16), words.to(torch.uint8)
     bits = base.view(exact.FORMATS[base.dtype].signed)
     how = {"base": bits, "out": bits, "starts": longs, "order": short, "ends": words}
-    exact.launch(exact.encode_kernel, tables, base, 2)(new=bits, base=bits, rows=words, lengths=longs)
-    exact.launch(exact.sort_kernel, tables, base, 2)(blocks=small, **how)
-    exact.launch(exact.read_kernel, tables, base, 1, 1)(words=words, last=61, bad=words, **how)
-    exact.launch(exact.pack_kernel, tables, base, 2, 4)(rows=small, starts=longs, out=small)
+    exact.launch(exact.exact_encode_kernel, tables, base, 2)(new=bits, base=bits, rows=words, lengths=longs)
+    exact.launch(exact.exact_sort_kernel, tables, base, 2)(blocks=small, **how)
+    exact.launch(exact.exact_read_kernel, tables, base, 1, 1)(words=words, last=61, bad=words, **how)
+    exact.launch(exact.exact_pack_kernel, tables, base, 2, 4)(rows=small, starts=longs, out=small)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

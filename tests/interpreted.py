@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 import cases
 import test_exact
 from thinwire import Identity, codec as make, exact, use_backend
-from thinwire.wire import EXACT_BLOCK
+from thinwire.wire import EXACT_BLOCK, EXACT_TABLES_AT
 
 Results = dict[str, Tensor]
 F32 = torch.float32
@@ -278,9 +278,10 @@ def exact_differences() -> Iterator[str]:
     for pair in (*tries, (new, base), (base[:0], base[:0])):
         with use_backend("cpu"):
             wire = exact.encode(*pair)
-        damaged = wire.clone()
-        damaged[-1] ^= 0x40
-        acts = (lambda pair=pair: exact.encode(*pair), *(functools.partial(bits, w, pair[1]) for w in (wire, damaged)))
+        wires = [wire, *(wire.clone() for _ in range(3))]
+        for damaged, at in zip(wires[1:], (-1, wire.numel() // 2, EXACT_TABLES_AT - 1), strict=True):
+            damaged[at] ^= 0x4D
+        acts = (lambda pair=pair: exact.encode(*pair), *(functools.partial(bits, w, pair[1]) for w in wires))
         for act in acts:
             got, want = (test_exact.result_of(act, backend) for backend in ("triton", "cpu"))
             if not (torch.equal(got, want) if isinstance(want, Tensor) and isinstance(got, Tensor) else got == want):

@@ -204,7 +204,7 @@ def listed_replicas(group: Group) -> str:
 
 def test_a_list_of_replicas_states_is_refused(ranks: RankPool) -> None:
     for said in ranks(4).run(listed_replicas):
-        assert "ranks that share a replica cannot be told apart in it: pass this rank's own" in said
+        assert "ranks that share a replica, which cannot be told apart in it: pass this rank's own" in said
 
 
 def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: Path) -> None:

@@ -165,7 +165,8 @@ class Channel:
                 program = functools.partial(copying, program, written, ())
             if not site.known if first is None else first:
                 self._compile(program, tensors, number)
-        self._turn = 0 if ordered else self._turn ^ async_op
+        if async_op:
+            self._turn = 0 if ordered else self._turn ^ 1
         space = self._turns[self._turn] if async_op and self._turns else None
         lost = None
         with self.lock:

@@ -205,6 +205,8 @@ class _Post:
             self.coder = checks.codec_for(letter.codec, (part.numel(),))
             nbytes = self.coder.wire_bytes(part.numel(), part.dtype)
             self.wire = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
+            if part.is_cuda:
+                _load_kernels(self.coder, part.numel(), part.dtype, part.device)
             kind = f"codec={self.coder}"
             self.tag = pair_tag(f"{letter.tag} {letter.step} {part.numel()} {part.dtype} {kind}")
         dtype = str(part.dtype).removeprefix("torch.")
@@ -227,6 +229,19 @@ class _Post:
             self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.letter.step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _load_kernels(coder: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Encode and decode once, before the first message of a kind: [Note: Loaded without the lock] in compiling.py.
+
+    A rank that waits in NCCL for another's message could not load the kernel of the message that the other waits for.
+    """
+    x = torch.zeros(numel, dtype=dtype, device=device)
+    wire = torch.empty(coder.wire_bytes(numel, dtype), dtype=torch.uint8, device=device)
+    with torch.inference_mode():
+        coder.encode(x, wire, step=0)
+        coder.decode(wire, x, step=0)
 
 
 def _start_one(channel: Channel, post: _Post) -> Work:

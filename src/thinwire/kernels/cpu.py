@@ -120,7 +120,7 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
-    """dx and the parameters' gradients of `Grid`. Sums are the same for any number of threads."""
+    """dx and the parameters' gradients of `Grid`. Sums but those of doubles are the same for any number of threads."""
     if of.x_OCI.dtype == torch.float64:
         reference.fake_quantize_grad(grid, of, factor)
         return

@@ -222,6 +222,8 @@ class FSDPState(Handle):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
+        Ranks that share a replica cannot be told apart in a list: with replicas, use one of the others.
+
         In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)

@@ -205,15 +205,16 @@ def load(
         schema.fields(rules if saved is head else remembered)("", saved)
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}
     if len(parts) < sum(len(saved["ranks"]) for saved in states):
-        advice = "pass this rank's own, or one of state_dict(gather=True)"
-        raise CollectiveError(f"a list of states: ranks that share a replica cannot be told apart in it: {advice}")
+        raise CollectiveError(
+            "a list of states has a rank twice, or ranks that share a replica, which cannot be told apart in it: pass "
+            "this rank's own, or one of state_dict(gather=True)"
+        )
     mine = next((saved for saved in states if layout.key(layout.rank) in saved["ranks"]), head)
     for name in ("mean", "replica"):  # of which every rank has its shard
         sharded(name, mine[name])
     old = head["world"]
-    advice = (
-        "pass the states of all ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
-    )
+    whole = "one of state_dict(gather=True)" if layout.replicated else "the states of all ranks as a list"
+    advice = f"pass {whole}, or load with torch.distributed.checkpoint into blank_state_dict(world)"
     present = [k for k in range(old) if layout.key(k) in parts]
     wanted = schema.ranks_needed(layout.rank, layout.world, old, present, advice)
     taken = {k: parts[layout.key(k)] for k in wanted}

@@ -6,6 +6,8 @@ block, so there a lane of a program reads one block, in turns of one code each; 
 every member is. Long tensors have many blocks: a segment of WeightPublisher has a thousand and more.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ CLASSES = tl.constexpr(EXACT_CLASSES)
 DIRECT = tl.constexpr(EXACT_DIRECT)
 ESCAPE = tl.constexpr(MOST_ZEROS)
 LANES = tl.constexpr(32)  # blocks that a program reads
-MOST_SKIPPED = tl.constexpr(20)  # zeros of a gap that are passed at once: the code after fewer is in two words
+MOST_SKIPPED = tl.constexpr(20)  # zeros of a gap that are passed at once
 COPIED = tl.constexpr(1024)  # bytes at once
 _WARPS = 8
 
@@ -31,11 +33,11 @@ def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor
     rows = torch.zeros(count, _room(base.itemsize), dtype=torch.int32, device=base.device)
     lengths_K = torch.empty(count, dtype=torch.int64, device=base.device)
     if count:
-        launch(encode_kernel, tables, base, count)(new=_bits(new), base=_bits(base), rows=rows, lengths=lengths_K)
+        launch(exact_encode_kernel, tables, base, count)(new=_bits(new), base=_bits(base), rows=rows, lengths=lengths_K)
     starts = torch.nn.functional.pad(lengths_K.cumsum(0), (1, 0))
     out = torch.empty(int(starts[-1]), dtype=torch.uint8, device=base.device)
     if count:
-        launch(pack_kernel, tables, base, count, 4)(rows=rows.view(torch.uint8), starts=starts, out=out)
+        launch(exact_pack_kernel, tables, base, count, 4)(rows=rows.view(torch.uint8), starts=starts, out=out)
     return out, lengths_K
 
 
@@ -49,9 +51,9 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
     ends = torch.empty(count * EXACT_CLASSES, dtype=torch.int32, device=base.device)
     bad = torch.zeros(1, dtype=torch.int32, device=base.device)
     places = {"base": _bits(base), "out": _bits(out), "starts": starts.to(base.device), "order": order, "ends": ends}
-    launch(sort_kernel, tables, base, count)(blocks=words.view(torch.uint8), **places)
+    launch(exact_sort_kernel, tables, base, count)(blocks=words.view(torch.uint8), **places)
     programs = -(-count // LANES.value)
-    launch(read_kernel, tables, base, programs, 1)(words=words, last=words.numel() - 3, bad=bad, **places)
+    launch(exact_read_kernel, tables, base, programs, 1)(words=words, last=words.numel() - 3, bad=bad, **places)
     return not bool(bad)
 
 
@@ -60,15 +62,12 @@ def _room(size: int) -> int:
     return EXACT_BLOCK * size // 4 + 2
 
 
-def launch(kernel: object, tables: ExactTables, base: Tensor, grid: int, warps: int = _WARPS) -> Prepared:
+def launch(kernel: Any, tables: ExactTables, base: Tensor, grid: int, warps: int = _WARPS) -> Prepared:
     """A kernel with all that depends on the tables and the base."""
     format = FORMATS[base.dtype]
-    known = {
-        "tables": torch.tensor([*tables.gaps, *tables.values], dtype=torch.int32, device=base.device),
-        "top": tables.top,
-        "numel": base.numel(),
-        "stride": 4 * _room(base.itemsize),
-    }
+    known: dict[str, Any] = {"top": tables.top, "numel": base.numel(), "stride": 4 * _room(base.itemsize)}
+    if "tables" in kernel.arg_names:
+        known["tables"] = torch.tensor([*tables.gaps, *tables.values], dtype=torch.int32, device=base.device)
     constants = {"WIDE": format.bits == 32, "MANTISSA": format.mantissa, "EXPONENTS": format.exponents}
     return Prepared(kernel, base.device, grid, warps, known, constants)
 
@@ -136,7 +135,7 @@ def _last_two(a, b):
 
 
 @triton.jit(do_not_specialize=("top", "numel"))
-def encode_kernel(
+def exact_encode_kernel(
     new, base, rows, lengths,
     tables, top, numel,
     WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
@@ -204,7 +203,7 @@ def _add_bits(row, at, x, mask):
 
 
 @triton.jit(do_not_specialize=("stride",))
-def pack_kernel(rows, starts, out, stride):
+def exact_pack_kernel(rows, starts, out, stride):
     """The first bytes of every row, one row after the other."""
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + block), tl.load(starts + block + 1)
@@ -218,7 +217,7 @@ def pack_kernel(rows, starts, out, stride):
 
 
 @triton.jit(do_not_specialize=("top", "numel"))
-def sort_kernel(
+def exact_sort_kernel(
     blocks, base, out, starts, order, ends,
     top, numel,
     WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
@@ -259,7 +258,7 @@ def _peek(words, bit, last):
 
 
 @triton.jit(do_not_specialize=("numel", "last"))
-def read_kernel(
+def exact_read_kernel(
     words, base, out, starts, order, ends, bad,
     tables, numel, last,
     WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,

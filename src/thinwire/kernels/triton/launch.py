@@ -1,6 +1,6 @@
 """From a request to a launch: tiles, grids and arguments.
 
-Of this folder, only this module, prepared.py, row_launch.py and fake_launch.py touch tensors.
+Of this folder, only this module, prepared.py, row_launch.py, fake_launch.py and exact.py touch tensors.
 """
 
 import struct
