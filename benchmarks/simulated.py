@@ -60,7 +60,7 @@ class Lane(NamedTuple):
         if self.carries_W[rank] is None:
             return None
         kept, mean = self.carries_W[rank].memories
-        return Memory(kept.tensor, x, None if mean is None else mean.tensor)
+        return Memory(kept, x, mean)
 
 
 class ReplicaAverager:
