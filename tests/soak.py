@@ -16,7 +16,6 @@ that ranks hold beyond what they held after their first episodes. All three must
 """
 
 import argparse
-import functools
 import gc
 import itertools
 import os
@@ -39,7 +38,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -208,8 +207,6 @@ class Told:
 def episode(group: Group, how: str, seed: int, folder: str = "") -> Told:
     """With whole messages, or with many small chunks: plans hold the cuts, so all make groups of their own."""
     run: Any = {"peace": peace, "train": train, "fail": fail, "differ": differ}.get(how)
-    if run and group.size() == 4:
-        mesh_of(dist.group.WORLD, (2, 2))  # so that its groups are held from the first episode on
     with small_chunks() if seed % 2 else nullcontext():
         return run(group, seed) if run else lose(group, seed, how, folder)
 
@@ -287,7 +284,6 @@ def train(group: Group, seed: int) -> Told:
         if ends[0] != ends[1]:
             told.wrong.append(f"{trained.__name__} twice, seed {seed}: ranks that come late change the result")
         told.digests += ends
-    dist.destroy_process_group(member)
     return told
 
 
@@ -295,7 +291,7 @@ def sharded(group: Group, seed: int, lateness: random.Random) -> str:
     """Steps of FSDP2, or of HSDP on four ranks; all weights at the end."""
     rng = random.Random(seed)
     shape = (2, 2) if group.size() == 4 and rng.random() < 0.5 else (group.size(),)
-    mesh = mesh_of(dist.group.WORLD, shape)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     model = layers(rng)
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -307,11 +303,6 @@ def sharded(group: Group, seed: int, lateness: random.Random) -> str:
     for at in range(STEPS):
         train_step(model, optimizer, seed + 4 * at + group.rank(), lateness)
     return digest(*(parameter.full_tensor() for parameter in model.parameters()))
-
-
-@functools.cache  # DTensor takes meshes of the same ranks for one, so that the groups of the first serve all
-def mesh_of(group: Group, shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def averaged(group: Group, seed: int, lateness: random.Random) -> str:
@@ -548,6 +539,12 @@ class Soak:
             with tempfile.TemporaryDirectory() as folder:
                 fresh = self.pool.fresh(world)  # of their own: they end with the episode
                 return fresh.run(episode, how, seed, folder, timeout=EPISODE_S, lost=world - 1)
+        if how == "train" and world == 4:  # torch keeps the groups of HSDP's meshes, also without thinwire
+            fresh = self.pool.fresh(world)
+            try:
+                return fresh.run(episode, how, seed, timeout=EPISODE_S)
+            finally:
+                fresh.close()
         return self.pool(world).run(episode, how, seed, timeout=EPISODE_S)
 
     def _trouble(self, what: str, world: int, text: str, again: str = "") -> None:
