@@ -65,10 +65,11 @@ def _room(size: int) -> int:
 def launch(kernel: Any, tables: ExactTables, base: Tensor, grid: int, warps: int = _WARPS) -> Prepared:
     """A kernel with all that depends on the tables and the base."""
     format = FORMATS[base.dtype]
-    known: dict[str, Any] = {"top": tables.top, "numel": base.numel(), "stride": 4 * _room(base.itemsize)}
+    known: dict[str, Any] = {"top": tables.top, "numel": base.numel()}
     if "tables" in kernel.arg_names:
         known["tables"] = torch.tensor([*tables.gaps, *tables.values], dtype=torch.int32, device=base.device)
     constants = {"WIDE": format.bits == 32, "MANTISSA": format.mantissa, "EXPONENTS": format.exponents}
+    constants["ROOM"] = _room(base.itemsize)
     return Prepared(kernel, base.device, grid, warps, known, constants)
 
 
@@ -138,11 +139,10 @@ def _last_two(a, b):
 def exact_encode_kernel(
     new, base, rows, lengths,
     tables, top, numel,
-    WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
+    WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """A row = the code of a block, or its plain numbers where they are no longer; and its length in bytes."""
     SIZE: tl.constexpr = 4 if WIDE else 2
-    ROOM: tl.constexpr = BLOCK * SIZE // 4 + 2
     block = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     count = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)
@@ -202,15 +202,15 @@ def _add_bits(row, at, x, mask):
     tl.atomic_or(row + (at >> 5) + 1, high.to(tl.int32, bitcast=True), mask=mask & (high != 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=("stride",))
-def exact_pack_kernel(rows, starts, out, stride):
+@triton.jit
+def exact_pack_kernel(rows, starts, out, ROOM: tl.constexpr):
     """The first bytes of every row, one row after the other."""
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + block), tl.load(starts + block + 1)
     for at in range(0, (end - begin).to(tl.int32), COPIED):
         i = at + tl.arange(0, COPIED)
         mask = i < end - begin
-        tl.store(out + begin + i, tl.load(rows + block * stride + i, mask=mask, other=0), mask=mask)
+        tl.store(out + begin + i, tl.load(rows + block * (4 * ROOM) + i, mask=mask, other=0), mask=mask)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
