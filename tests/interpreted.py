@@ -103,14 +103,18 @@ def hasten() -> None:
         return (left, right) if alike else broadcast_shapes(self, left, right)
 
     def scan(self: Any, input: Any) -> Any:
-        """Of a vector, in as many turns as its length has bits: the function is associative."""
-        (x,) = input
-        data, shift = x.handle.data.copy(), 1
-        while shift < data.size:
-            ends = (self.to_tensor(part, x.dtype) for part in (np.roll(data, shift), data.copy()))
-            data[shift:] = self.combine_fn.fn(*ends).handle.data[shift:]
+        """Of vectors, in as many turns as their length has bits: the function is associative."""
+        data, shift = [x.handle.data.copy() for x in input], 1
+        while shift < data[0].size:
+            earlier, later = (
+                [self.to_tensor(part, x.dtype) for part, x in zip(parts, input, strict=True)]
+                for parts in ([np.roll(part, shift) for part in data], [part.copy() for part in data])
+            )
+            found = self.combine_fn.fn(*earlier, *later)
+            for part, sums in zip(data, found if isinstance(found, tuple) else (found,), strict=True):
+                part[shift:] = sums.handle.data[shift:]
             shift *= 2
-        return [self.to_tensor(data, x.dtype)]
+        return [self.to_tensor(part, x.dtype) for part, x in zip(data, input, strict=True)]
 
     interpreter.ScanOps.generic_scan = scan
     scalar = tl.tuple([]), tl.constexpr(1)

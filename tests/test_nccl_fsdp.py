@@ -132,6 +132,23 @@ def test_hsdp_trains_as_without_compression(ranks: RankPool, world: int) -> None
 
 
 @each_world
+@on_ranks(gives=[])
+def test_exact_weights_have_the_bits_of_plain_fsdp(group: Group) -> list[str]:
+    """Dtypes of gathered weights whose training differs."""
+    place = on_nccl(group)
+    wrong = []
+    for dtype in (None, torch.bfloat16, torch.float16):
+        found = []
+        for weights in ("none", "exact"):
+            model = sharded(mesh_of(place), place.device, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            handle = thinwire.compress_fsdp(model, "none", weights)
+            found.append(train(model, place.rank))
+        if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)) or handle.stats().ratio <= 1:
+            wrong.append(f"{dtype}: {handle.stats()}")
+    return wrong
+
+
+@each_world
 @on_ranks()
 def test_no_step_of_fsdp_waits_for_the_gpu(group: Group) -> None:
     place = on_nccl(group)

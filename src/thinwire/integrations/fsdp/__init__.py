@@ -270,18 +270,6 @@ def _is_narrow(weights: Weights) -> bool:
     return weights != EXACT and bits_of(weights) < _NARROW
 
 
-def _check_exact(groups: Sequence[ParameterGroup], replica: bool | None) -> None:
-    """Raise where weights="exact" is not to be had."""
-    if replica is False:
-        raise CollectiveError("weights='exact' sends differences to copies on all ranks: leave out replica=False")
-    elsewhere = next((group.device for group in groups if group.device.type != "cpu"), None)
-    if elsewhere is not None:
-        raise CollectiveError(
-            f"weights='exact' runs on the CPU, and this model communicates on {elsewhere}: take weights='int8' there, "
-            "or weights='none', which is exact as well"
-        )
-
-
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """Gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -311,8 +299,8 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences (`replica`). "exact", on the CPU: they always do, and lose nothing,
-        so that weights have the bits of plain FSDP2.
+        copy of all weights and receive differences (`replica`). "exact": they always do, and lose nothing, so that
+        weights have the bits of plain FSDP2; on a GPU the host waits in every gather for the lengths of messages.
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
         codec and optimizer, as for compress_ddp.
@@ -341,9 +329,9 @@ def compress_fsdp(
     gathered = codec_of_weights(weights)
     if not isinstance(replica, bool | None):
         raise CollectiveError(f"replica must be True, False or None, got {replica!r}")
-    if gathered == EXACT:
-        _check_exact(groups, replica)
-    else:
+    if gathered == EXACT and replica is False:
+        raise CollectiveError("weights='exact' sends differences to copies on all ranks: leave out replica=False")
+    if gathered != EXACT:
         checks.check_recodes(leaves(gathered), "weights=")
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")

@@ -10,7 +10,8 @@ the next. A gather for the backward pass then sends nothing: all ranks have what
 [Note: Exact weights] Differences in bits (thinwire.exact) lose nothing, so a copy is what plain FSDP2 has gathered,
 whoever changed the weights and when. Every gather asks for what changed, also one for the backward pass. A piece, some
 parameters' part of a row, has two messages: the length of its wire, and the wire. A length of 0 says that nothing has
-changed; that of the numbers, that they travel as they are, since a difference is not shorter.
+changed; that of the numbers, that they travel as they are, since a difference is not shorter. On a GPU a row is one
+piece, torch sends the messages, and the host waits for the lengths.
 """
 
 import itertools
@@ -40,6 +41,7 @@ from thinwire.integrations.sync import BucketPlan, GradientSync
 from thinwire.kernels.rows import Bad
 from thinwire.wire import EXACT_BLOCK
 
+_LENGTH_BYTES = 8
 _MANY = 1 << 20  # elements, to compare the bytes of a codec with the numbers themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
 
@@ -253,6 +255,12 @@ class Gatherer:
             self._tally.sent(plain_bytes, plain_bytes)
             self.copy.tensor = output.detach().clone() if group.size() > 1 else None
             return
+        if input.is_cuda:
+            own = exchange(input, kept.view(group.size(), -1), group)
+            output.copy_(kept)
+            self._tally.sent((group.size() - 1) * (_LENGTH_BYTES + own.nbytes), plain_bytes)
+            self._tally.plain_weights += own.nbytes == input.nbytes
+            return
         text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
         call = Call(channel_of(group, input.device), text)
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
@@ -355,15 +363,37 @@ class ExactGather(Operation):
         wires_W = [new.new_empty(int(length), dtype=torch.uint8) for length in lengths_W]
         wires_W[rank] = own
         yield self._link.gather(wires_W, self._tags[0] + 1)
-        self.sent_bytes += (world - 1) * (lengths_W[rank].nbytes + own.nbytes)
+        self.sent_bytes += (world - 1) * (_LENGTH_BYTES + own.nbytes)
         self.plain += own.nbytes == new.nbytes
-        old_W.pop(rank).copy_(new)
-        del wires_W[rank]
+        wires_W[rank] = new.view(torch.uint8)
         for wire, old in zip(wires_W, old_W, strict=True):
-            if wire.nbytes == old.nbytes:
-                old.view(torch.uint8).copy_(wire)
-            elif wire.nbytes:
-                old.copy_(exact.decode(wire, old))
+            _update(old, wire)
+
+
+def exchange(new: Tensor, old_W: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """old_W = the rows of all ranks, of which `new` is this one's, by torch's own messages. This rank's wire."""
+    rank = group.rank()
+    own = _difference(new, old_W[rank])
+    lengths = new.new_empty(group.size(), dtype=torch.int64)
+    dist.all_gather([*lengths.split(1)], lengths.new_full((1,), own.numel()), group)
+    wires_W = [own.new_empty(length) for length in lengths.tolist()]
+    others = [r for r in range(group.size()) if r != rank]
+    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=r) for r in others if own.numel()]
+    receives = [dist.P2POp(dist.irecv, wires_W[r], group=group, group_peer=r) for r in others if wires_W[r].numel()]
+    for work in dist.batch_isend_irecv(sends + receives) if sends or receives else ():
+        work.wait()
+    wires_W[rank] = new.view(torch.uint8)
+    for wire, old in zip(wires_W, old_W, strict=True):
+        _update(old, wire)
+    return own
+
+
+def _update(old: Tensor, wire: Tensor) -> None:
+    """old = what a wire, as `_difference` makes it, says."""
+    if wire.nbytes == old.nbytes:
+        old.view(torch.uint8).copy_(wire)
+    elif wire.nbytes:
+        old.copy_(exact.decode(wire, old))
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
