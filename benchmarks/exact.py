@@ -20,7 +20,6 @@ from torch import Tensor
 from benchmarks import clock, tasks
 from benchmarks.command import start
 from benchmarks.loss import task as large
-from benchmarks.tasks import Gpt
 from thinwire import exact, kernels
 from thinwire.kernels.exact import differences, exponents
 from thinwire.tools.bench.record import Progress, Record, Row, collect

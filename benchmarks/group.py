@@ -2,14 +2,17 @@
 
 Two gloo ranks on this machine. Times are interleaved: each call once per round, after a barrier. A small GPT runs in
 tensor parallelism as Megatron does it (columns, then rows, and a sum) and in torch's own pipeline of two stages. So
-does, in a pipeline, the network of the example, which computes less for what it sends.
+does, in a pipeline, the network of the example, which computes less for what it sends. Under torchrun, on GPUs, calls
+alone are timed, beside NCCL's: small ones until they return, large ones until they are done.
 Losses are paired: the same seed, plainly and by a rule, differs only in what travels. All plain runs of a seed compute
 the same, in another order: "null" is the difference of the two kinds of parallelism.
 """
 
 import functools
 import math
+import os
 import runpy
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -31,11 +34,11 @@ from thinwire.collectives import groups
 from thinwire.tools import pairs
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.models import Transformer, TransformerBlock
-from thinwire.tools.bench.record import Progress, Record, Row, collect
+from thinwire.tools.bench.record import Progress, Record, Row, collect, conditions, write
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.cli.flags import Json, Quick, option
-from thinwire.tools.local import launch, link as links
+from thinwire.tools.local import launch, link as links, torchrun
 from thinwire.tools.local.launch import RankSetup
 
 WORLD = 2
@@ -337,6 +340,48 @@ def _rows(quick: bool, progress: Progress) -> Generator[Row]:
                 yield {**row, "numel": None, "network": network}
 
 
+def run_nccl(rounds: int = 40) -> Record:
+    """A record of kind "group", by ranks that torchrun started, on one GPU or on one each."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with torchrun.job(device):
+        made = {"plain": dist.new_group(backend="nccl"), "group": dist.new_group(backend="cuda:thinwire")}
+        small, large = torch.ones(SMALL, device=device), torch.ones(LARGE, device=device)
+        options = thinwire.GroupOptions("all_reduce=int8")
+        int8 = dist.new_group(backend="cuda:thinwire", pg_options=options)
+        verb = functools.partial(thinwire.all_reduce, large, group=made["plain"], codec="int8", algorithm="one_shot")
+        calls: dict[str, tuple[str, dict[str, Call]]] = {
+            "default": ("plain", {k: functools.partial(dist.all_reduce, small, group=g) for k, g in made.items()}),
+            "all_reduce=int8": ("verb", {"verb": verb, "group": functools.partial(dist.all_reduce, large, group=int8)}),
+        }
+        found = {rules: _host_times(each, device, rounds, rules == "default") for rules, (_, each) in calls.items()}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, found)
+    rows: list[Row] = []
+    for rules, (beside, _) in calls.items():
+        row = _row([part[rules] for part in gathered], "verb", rules, None, beside)
+        rows.append({**row, "world": len(gathered), "numel": SMALL if beside == "plain" else LARGE})
+        rows[-1] |= {"beside": "nccl"} if beside == "plain" else {}
+    return Record("group", conditions(device), rows)
+
+
+def _host_times(calls: Mapping[str, Call], device: torch.device, rounds: int, until_return: bool) -> dict[str, Sample]:
+    """Calls in turns: how long some take to return, or one to be done."""
+    found = {name: Sample(interface_bytes=[0]) for name in (*calls, NOTHING)}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            torch.cuda.synchronize(device)
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(AT_ONCE if until_return else 1):
+                call()
+            if not until_return:
+                torch.cuda.synchronize(device)
+            if turn >= 3:
+                found[name].ms.append(1e3 * (time.perf_counter() - began))
+    found[NOTHING].ms = [0.0] * rounds
+    return found
+
+
 def run_losses(seeds: int = SEEDS, *, quick: bool = False, progress: Progress = iter) -> Record:
     """A record of kind "loss"."""
     return collect("loss", CPU, _loss_rows(seeds, quick, progress))
@@ -376,6 +421,11 @@ def command(
     quick: Quick = False,
 ) -> None:
     """What calls and steps through a group that compresses cost beside torch's own; with --losses, what they lose."""
+    if torchrun.place() is not None and torch.cuda.is_available():
+        found = run_nccl()
+        if json and os.environ["RANK"] == "0":
+            write(found, json)
+        return
     study = functools.partial(run_losses, 2 if quick else SEEDS) if losses else run
     deliver(functools.partial(study, quick=quick), json)
 

@@ -54,23 +54,22 @@ def recode_kernel(
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
     """Encode the sum of a tile's wires, times `scale`."""
-    unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    post = unit
+    post = tl.full((T.rows, T.columns), 1.0, tl.float32)
     if T.rare:
         z, post = sum_any(wires, at, T)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)
         if anywhere(odd) == 0:
-            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z = usual_sum(begun, wires.levels, T, WORLD)
         else:
             z, post = sum_any(wires, at, T)
     if T.gaussian:
-        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, T)
+        tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
-        put_levels(tile, per_code(energy, at, T), unit, up, post, bad, scale, target, cells, at, T, False)
+        put_levels(tile, per_code(energy, at, T), up, post, bad, scale, target, cells, at, T, False)
     else:
-        tile = times(times(z, unit), scale)
+        tile = times(z, scale)
         extent = extent_of(tile, at, T)
         factor, post = _lift(extent.peak, post)
         put_scaled(tile, extent, factor, post, target, dither, at, T)
