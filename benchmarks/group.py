@@ -2,8 +2,8 @@
 
 Two gloo ranks on this machine. Times are interleaved: each call once per round, after a barrier. A small GPT runs in
 tensor parallelism as Megatron does it (columns, then rows, and a sum) and in torch's own pipeline of two stages. So
-does, in a pipeline, the network of the example, which computes less for what it sends. Under torchrun, on GPUs, calls
-alone are timed, beside NCCL's: small ones until they return, large ones until they are done.
+does, in a pipeline and with larger batches, the network of the example, which computes less for what it sends. Under
+torchrun, on GPUs, calls alone are timed, beside NCCL's: small ones until they return, large ones until they are done.
 Losses are paired: the same seed, plainly and by a rule, differs only in what travels. All plain runs of a seed compute
 the same, in another order: "null" is the difference of the two kinds of parallelism.
 """
@@ -53,6 +53,7 @@ CODECS = ("int8", "lloyd4")
 SEEDS = 5
 STEPS = 300  # of a training
 ROWS = 32  # of a batch whose step is timed
+TIMES = 16  # as many rows as the example has in a batch
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 EFFORTS = {True: Effort(rounds=3), False: Effort(rounds=15, most=200, seconds=1.0)}
 
@@ -193,7 +194,7 @@ class ExampleStages:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def step(self, step: int) -> None:
-        inputs, targets = self.example["batch"](step, CPU)
+        inputs, targets = (torch.cat([part] * TIMES) for part in self.example["batch"](step, CPU))
         self.optimizer.zero_grad()
         _pass(self.schedule, self.rank, inputs, targets)
         self.optimizer.step()

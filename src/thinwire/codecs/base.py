@@ -21,7 +21,7 @@ from thinwire.kernels import hashing
 from thinwire.kernels.schema import Encoding
 from thinwire.ranges import ranged
 
-_MOST_RECIPES = 4096  # lengths a codec remembers
+_MOST_RECIPES = 1024  # as many kinds of calls as a group remembers
 
 
 class Codec(ABC):
