@@ -25,7 +25,6 @@ from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
 from thinwire.tools.local.launch import RankSetup
-from thinwire.tools.local.nccl import NcclRanks, nccl_ranks
 from thinwire.tools.local.torchrun import RankPlace
 
 MBIT = links.parse("100mbit")
@@ -173,29 +172,6 @@ def shapes_links() -> bool:
         return False
 
 
-def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(links.BenchError, match="expected a GPU and NCCL, got no CUDA device"):
-        nccl_ranks([2], [1])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert nccl_ranks([2, 4], [1, 4]) == [NcclRanks(2, 2), NcclRanks(4, 2), NcclRanks(4, 2, 4)]
-    with pytest.raises(links.BenchError, match="a number of hosts that divides 2, 4 ranks evenly, got 3"):
-        nccl_ranks([2, 4], [3])
-    found = {(r.world, r.hosts): (r.link, r.nodes, r.shared) for r in nccl_ranks([2, 4], [1, 2, 4])}
-    assert found == {
-        **{(2, 1): ("gpus", None, False), (2, 2): ("tcp", None, False), (4, 1): ("memory", None, True)},
-        **{(4, 2): ("tcp", 2, True), (4, 4): ("tcp", None, True)},
-    }
-    assert str(NcclRanks(4, 2).gpu(3)) == "cuda:1"
-    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    environment = NcclRanks(4, 2, 2).environment(3)
-    assert environment["NCCL_HOSTID"] == "thinwire1"
-    assert environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert "NCCL_MAX_CTAS" not in environment  # the user's own stays
-    assert NcclRanks(2, 2).environment(0) == {}
-
-
 @pytest.mark.parametrize(
     ("verb", "algorithm", "world", "wires"),
     [
@@ -216,8 +192,9 @@ def test_bytes_formula(verb: str, algorithm: str, world: int, wires: float) -> N
 
 
 def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, link: Any = None) -> CollectiveCase:
-    entries = collectives.entries(["int8"], verb, world)
-    return CollectiveCase(world=world, link=link, verb=verb, numel=numel, entries=entries)
+    return collectives.case_of(
+        RankSetup(world=world, link=link), verb, numel, collectives.entries(["int8"], verb, world)
+    )
 
 
 @pytest.mark.parametrize("verb", collectives.VERBS)
@@ -294,7 +271,7 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
 
     how: dict[str, Any] = {"numels": [250_000, 8_000_000], "codecs": ["int8"], "rounds": 3}
     with pytest.raises(record.Interrupted) as stop:
-        collectives.run([2], MBIT, progress=interrupted, **how)
+        collectives.run([RankSetup(world=2, link=MBIT)], progress=interrupted, **how)
     (row,) = stop.value.record.rows
     payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
     assert payload <= float(str(row["bytes_sent"])) < counted
@@ -313,7 +290,7 @@ def test_a_rate_is_that_of_the_slowest_rank() -> None:
 
 def messages(group: dist.ProcessGroup) -> tuple[record.Record, list[float]]:
     place = RankPlace(group.rank(), group.size(), 0, group.size())
-    found = exchange.run(RankSetup(world=group.size(), place=place), [1000, 2000])
+    found = exchange.run([RankSetup(world=group.size(), place=place)], [1000, 2000])
     return found, [float(str(row["ms_p50"])) for row in found.rows]
 
 
@@ -369,23 +346,36 @@ def check_steps(rows: list[record.Row], parallel: str, codecs: str) -> None:
     assert all(0.2 < nbytes / int(str(rows[0]["numel"])) < most for nbytes in compressed)
 
 
-def steps_of_a_job(group: dist.ProcessGroup, parallel: str, codecs: str, path: str) -> tuple[int, str]:
+def in_a_job(group: dist.ProcessGroup, *flags: str) -> tuple[int, str]:
     """On a smaller network: some processors take a hundred times as long for products in bf16 as in fp32."""
     small = replace(models.MODELS["mlp-1m"], network=lambda: models.mlp(64, 200, 10), inputs=(2, 64))
     place = {"RANK": str(group.rank()), "WORLD_SIZE": str(group.size()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with patch.dict(os.environ, place), patch.dict(models.MODELS, {"mlp-1m": small}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        run = bench("step", "--quick", "--rounds", "2", "--parallel", parallel, "--codecs", codecs, "--json", path)
-    return run.exit_code, run.stdout
+        run = bench(*flags, "--quick", "--rounds", "2")
+    return run.exit_code, run.stdout or run.stderr
 
 
 @pytest.mark.parametrize(("parallel", "codecs"), [("ddp", "int8"), ("fsdp2", "int8/int8")])
 def test_the_ranks_of_torchrun_take_steps(ranks: RankPool, parallel: str, codecs: str, tmp_path: Path) -> None:
-    (status, out), other = ranks(2).run(steps_of_a_job, parallel, codecs, str(tmp_path / "step.json"))
+    path = str(tmp_path / "step.json")
+    (status, out), other = ranks(2).run(in_a_job, "step", "--parallel", parallel, "--codecs", codecs, "--json", path)
     assert (status, out.count("int8") > 0, other) == (0, True, (0, ""))  # rank 0 prints
-    rows = record.read(str(tmp_path / "step.json")).rows
+    rows = record.read(path).rows
     assert all((row["numel"], row["world"], row["link"]) == (15_010, 2, "torchrun") for row in rows)
     check_steps(rows, parallel, codecs)
+
+
+def test_the_ranks_of_torchrun_measure_collectives(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "calls.json")
+    (status, _), *others = ranks(3).run(
+        in_a_job, "collectives", "--numel", "1000", "--codecs", "int8,plain", "--json", path
+    )
+    assert (status, others) == (0, [(0, "")] * 2)
+    facts = [(row["codec"], row["algorithm"], row["world"], row["link"]) for row in record.read(path).rows]
+    assert facts == [("int8", "two_phase", 3, "torchrun"), ("plain", "plain", 3, "torchrun")]
+    for status, told in ranks(2).run(in_a_job, "collectives", "--world", "2"):
+        assert (status, "torchrun started the ranks that measure" in " ".join(told.split())) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -395,20 +385,15 @@ def test_the_ranks_of_torchrun_take_steps(ranks: RankPool, parallel: str, codecs
         (["collectives", "--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
         (["collectives", "--verbs", "gossip"], "'gossip' is not one of all_reduce, reduce_scatter_tensor"),
         (["collectives", "--codecs", "auto,int9"], "unknown codec 'int9'"),
-        (["collectives", "--hosts", "2"], "is for NCCL's ranks: add --backend nccl"),
-        (["collectives", "--backend", "nccl", "--link", "1gbit"], "is for gloo's ranks: with --backend nccl take"),
-        (["collectives", "--backend", "nccl"], "expected a GPU and NCCL"),
         (["collectives", "--json", "/no/such/folder/x.json"], "cannot be written"),
         (["step", "--model", "resnet"], "'resnet' is not one of mlp-1m, mlp-25m"),
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
-        (["link", "--world", "1"], "Invalid value for '--world'"),
+        (["link", "--world", "1,2"], "expected integers from 2 to 254, got '1'"),
         (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
         (["step", "--swift"], "No such option: --swift (Possible options: --codecs"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None:
-    if "--backend" in flags and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     result = bench(*flags)
     assert (result.exit_code, result.stdout) == (2, "")
     assert complaint in " ".join(result.stderr.split())
@@ -431,17 +416,7 @@ def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["int4:block=32,mode=affine", "auto"]
     shaped = {"numels": [1024, 65536], "verbs": ["broadcast"], "codecs": names, "rounds": 7, "quick": True}
     assert asked == [
-        (collectives.WORLDS, None, {"verbs": ("all_reduce",)}),
-        ([3, 4, 2], links.ShapedLink("1gbit", 1e9), shaped),
-        ([3], None, {"parallel": "fsdp2"}),
+        ([RankSetup(world=world) for world in collectives.WORLDS], {"verbs": ("all_reduce",)}),
+        ([RankSetup(world=world, link=links.ShapedLink("1gbit", 1e9)) for world in (3, 4, 2)], shaped),
+        ([RankSetup(world=3)], {"parallel": "fsdp2"}),
     ]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_quick_runs_on_nccl() -> None:
-    sums = collectives.run([2], hosts=[2], numels=[1000], codecs=["plain", "int8"], quick=True).rows
-    assert [row["algorithm"] for row in sums] == ["plain", "one_shot", "two_phase"]
-    for row in sums:
-        assert (row["identical"], row["backend"], row["link"]) == (True, "nccl", "tcp")
-        assert float(str(row["host_ms"])) > 0

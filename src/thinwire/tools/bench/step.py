@@ -29,8 +29,6 @@ from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import NOTHING, Call, Effort, Sample
 from thinwire.tools.local import launch
 from thinwire.tools.local.launch import RankSetup
-from thinwire.tools.local.link import ShapedLink
-from thinwire.tools.local.torchrun import RankPlace
 
 DDP, FSDP2 = "ddp", "fsdp2"
 VERBS = {DDP: "ddp_step", FSDP2: "fsdp_step"}
@@ -171,10 +169,11 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], *, narrow: bool = Fal
     fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # of the loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCase(RankSetup):
+@dataclass(frozen=True)
+class StepCase:
     """What is interleaved: the schemes of one world."""
 
+    setup: RankSetup
     schemes: tuple[StepScheme, ...]  # torch's own two first
     model: str
     parallel: str = DDP
@@ -184,7 +183,7 @@ class StepCase(RankSetup):
         return MODELS[self.model]
 
     def __str__(self) -> str:
-        return f"{VERBS[self.parallel]} of {self.model}, world {self.world}, {self.link_name}"
+        return f"{VERBS[self.parallel]} of {self.model}, world {self.setup.world}, {self.setup.link_name}"
 
 
 @dataclass
@@ -195,10 +194,8 @@ class StepSample(Sample):
 
 
 def run(
-    worlds: Sequence[int] = (2,),
-    link: ShapedLink | None = None,
+    setups: Sequence[RankSetup],
     *,
-    place: RankPlace | None = None,
     model: str | None = None,
     parallel: str = DDP,
     codecs: Sequence[str] | None = None,
@@ -206,27 +203,23 @@ def run(
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step.
-
-    `place`: by the ranks that torchrun started, of which every one has all rows; else ranks are started here.
-    """
-    device = torch.device("cpu") if place is None else place.device
-    how: dict[str, Any] = {"link": link, "place": place}
+    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step; every rank of torchrun has it."""
+    device = setups[0].device(0)
     name = model or ("mlp-1m" if quick else MODEL[device.type])
     schemes = lineup(codecs or CODECS[parallel], parallel)
-    cases = [StepCase(world=world, model=name, parallel=parallel, schemes=schemes, **how) for world in worlds]
+    cases = [StepCase(setup, schemes, name, parallel) for setup in setups]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
         for case in progress(cases):
-            with launch.ranks(RankSetup(world=case.world, **how)) as ranks:
+            with launch.ranks(case.setup) as ranks:
                 yield from rows_of(case, ranks.run(measure, case, effort))
 
-    return collect("collectives", device, rows(), cases[0].threads)
+    return collect("collectives", device, rows(), setups[0].threads)
 
 
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
-    counter = "interface_bytes" if case.link else "transport_bytes"
+    counter = "interface_bytes" if case.setup.link else "transport_bytes"
     for scheme in case.schemes:
         samples = [part[scheme.name] for part in parts]
         yield {
@@ -241,7 +234,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "identical": len({sample.digest for sample in samples}) == 1,
             "compute_ms": median(timing.slowest(parts, COMPUTE)) if COMPUTE in parts[0] else None,
             **timing.beside(parts, scheme.name, NONE, BF16),
-            **case.columns(),
+            **case.setup.columns(),
         }
 
 
@@ -251,7 +244,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
 def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     """This rank's times; all ranks run it together."""
     rank = dist.get_rank()
-    device = case.device(rank)
+    device = case.setup.device(rank)
     model = case.of
     batch = cast(Batch, tuple(part.to(device) for part in model.batch(rank)))
     replicas = {scheme.name: _replica(case, scheme, model.build().to(device)) for scheme in case.schemes}
@@ -272,7 +265,7 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
     if case.parallel == DDP:
         calls[COMPUTE], samples[COMPUTE] = alone, StepSample()
-    timing.take(calls, samples, effort, shaped=case.link is not None, transport=sent, device=device)
+    timing.take(calls, samples, effort, shaped=bool(case.setup.link), transport=sent, device=device)
     for replica in replicas.values():
         replica.close()
     gc.collect()  # DDP and its hooks refer to each other

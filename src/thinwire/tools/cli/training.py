@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import median
 
@@ -51,6 +51,10 @@ class DemoPlan:
     judged: int = 1 << 14  # characters that a loss is taken over
     effort: Effort = EFFORT
 
+    @property
+    def setup(self) -> RankSetup:
+        return RankSetup(world=self.world, link=self.link)
+
     def network(self, seed: int) -> nn.Module:
         """As a seed makes it, on every rank the same. torch's generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
@@ -90,11 +94,11 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
     return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DemoCase(StepCase):
     """The steps that are timed: of the demo's own network."""
 
-    plan: DemoPlan
+    plan: "DemoPlan" = field(kw_only=True)
 
     @property
     def of(self) -> StepModel:
@@ -105,7 +109,7 @@ class DemoCase(StepCase):
 def case_of(plan: DemoPlan) -> DemoCase:
     """torch's bf16 hook is always timed."""
     timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))
-    return DemoCase(world=plan.world, link=plan.link, schemes=timed, model="demo", plan=plan)
+    return DemoCase(plan.setup, timed, "demo", plan=plan)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
-    with launch.ranks(RankSetup(world=plan.world, link=plan.link)) as world:
+    with launch.ranks(plan.setup) as world:
         for case in progress([STEP_TIMES, *runs]):
             if case == STEP_TIMES:
                 times = world.run(step.measure, case_of(plan), plan.effort)
