@@ -12,7 +12,6 @@ from thinwire.tools.report.cells import (
     counted,
     distinct,
     fixed,
-    listed,
     percent,
     scaled,
     scientific,
@@ -117,6 +116,11 @@ kinds.TABLES |= {
         1,
     ),
 }
+
+
+def listed(rows: Sequence[Row], *columns: str) -> list[str]:
+    """What the rows have in each column, in one text: "2, 4"."""
+    return [", ".join(distinct(rows, column)) for column in columns]
 
 
 def pivot(title: str, rows: Sequence[Row], label: str, across: str, value: Column) -> TextGrid:

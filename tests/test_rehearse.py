@@ -167,18 +167,22 @@ def test_stats_are_those_of_a_rank(ranks: RankPool) -> None:
 
 def test_memory_without_feedback_is_little_more_than_a_gradient() -> None:
     """Live numbers between two turns: one row and the wires of ranks that had theirs."""
+    before = large_storages()
     model = nn.Linear(1000, 1000, bias=False)
     thinwire.rehearse(model, "int8", world=8, measure_every=0)
     for _ in range(7):
         model(torch.randn(3, 1000)).sum().backward()
-    gc.collect()
-    known: dict[int, int] = {}
-    for one in gc.get_objects():
-        if isinstance(one, Tensor) and one.numel() > 10_000:
-            known[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     weights = 4_000_000
     wires = 8 * 1.05e6 + 1.05e6  # of eight ranks, and of the sums: eight bits and scales
-    assert sum(known.values()) < weights + weights + wires  # the model, one gradient, wires
+    live = sum(nbytes for place, nbytes in large_storages().items() if place not in before)
+    assert weights + weights < live < weights + weights + wires  # the model, one gradient, wires
+
+
+def large_storages() -> dict[int, int]:
+    """Bytes by address."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.numel() > 10_000]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
 
 
 @pytest.mark.parametrize(
@@ -336,9 +340,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
-    script, page, written = (tmp_path / name for name in ("train.py", "page.md", "record.json"))
+    script, written = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
-    flags = ["--codecs", "int8,int2", "--world", "4", "--seeds", "2", "--page", str(page), "--json", str(written)]
+    flags = ["--codecs", "int8,int2", "--world", "4", "--seeds", "2", "--json", str(written)]
     result = CliRunner().invoke(app, ["rehearse", str(script), *flags])
     assert result.exit_code == 0, result.output
     rows: dict[Any, Any] = {row["arm"]: row for row in record.read(str(written)).rows}
@@ -347,8 +351,7 @@ def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     assert abs(rows["null"]["delta_nats"]) < 1e-4  # chance alone; the script draws the same numbers
     assert abs(rows["int8"]["delta_nats"]) < 0.2 * rows["int2"]["delta_nats"]
     assert 8 < rows["int8"]["bits"] < 9
-    assert rows["int2"]["verdict"] in page.read_text()
-    assert "int8: " in result.stdout
+    assert {rows[arm]["verdict"] for arm in ("null", "int8", "int2")} <= set(result.stdout.splitlines())
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,7 +25,7 @@ def loss_of(network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
 class Transformer(nn.Module):
     """Pre-norm, causal attention; positions are learned; tied: the head has the weights of the letters."""
 
-    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, *, tied: bool = False) -> None:
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> None:
         super().__init__()
         self.letters = nn.Embedding(letters, width)
         self.places = nn.Embedding(context, width)
@@ -60,13 +61,9 @@ class TransformerBlock(nn.Module):
         added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
         return x_BTD + added
 
-    def turned(self, x_BHTD: Tensor) -> Tensor:
-        """Queries or keys with their positions, for subclasses in benchmarks/; here the input has them."""
-        return x_BHTD
-
     def _attend(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
         return result
 
@@ -99,8 +96,8 @@ class StepModel:
 
 
 MODELS = {
-    "mlp-1m": StepModel(lambda: mlp(64, 512, 1024, 512, 10), nn.Linear, (32, 64), 10),
-    "mlp-25m": StepModel(lambda: mlp(64, 3520, 3520, 3520, 10), nn.Linear, (32, 64), 10),
-    "gpt-3m": StepModel(lambda: Transformer(256, 512, 256, 4, 4), TransformerBlock, (8, 512), 256),
-    "gpt-124m": StepModel(lambda: Transformer(50304, 1024, 768, 12, 12, tied=True), TransformerBlock, (4, 1024), 50304),
+    "mlp-1m": StepModel(partial(mlp, 64, 512, 1024, 512, 10), nn.Linear, (32, 64), 10),
+    "mlp-25m": StepModel(partial(mlp, 64, 3520, 3520, 3520, 10), nn.Linear, (32, 64), 10),
+    "gpt-3m": StepModel(partial(Transformer, 256, 512, 256, 4, 4), TransformerBlock, (8, 512), 256),
+    "gpt-124m": StepModel(partial(Transformer, 50304, 1024, 768, 12, 12, True), TransformerBlock, (4, 1024), 50304),
 }

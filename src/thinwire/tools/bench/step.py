@@ -175,15 +175,12 @@ class StepCase:
 
     setup: RankSetup
     schemes: tuple[StepScheme, ...]  # torch's own two first
-    model: str
+    name: str
+    model: StepModel
     parallel: str = DDP
 
-    @property
-    def of(self) -> StepModel:
-        return MODELS[self.model]
-
     def __str__(self) -> str:
-        return f"{VERBS[self.parallel]} of {self.model}, world {self.setup.world}, {self.setup.link_name}"
+        return f"{VERBS[self.parallel]} of {self.name}, world {self.setup.world}, {self.setup.link_name}"
 
 
 @dataclass
@@ -207,7 +204,7 @@ def run(
     device = setups[0].device(0)
     name = model or ("mlp-1m" if quick else MODEL[device.type])
     schemes = lineup(codecs or CODECS[parallel], parallel)
-    cases = [StepCase(setup, schemes, name, parallel) for setup in setups]
+    cases = [StepCase(setup, schemes, name, MODELS[name], parallel) for setup in setups]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
@@ -224,7 +221,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
         samples = [part[scheme.name] for part in parts]
         yield {
             "verb": VERBS[case.parallel],
-            "model": case.model,
+            "model": case.name,
             "codec": scheme.name,
             "algorithm": "plain" if scheme.codec is None else "compressed",
             "feedback": samples[0].feedback,
@@ -245,9 +242,8 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     """This rank's times; all ranks run it together."""
     rank = dist.get_rank()
     device = case.setup.device(rank)
-    model = case.of
-    batch = cast(Batch, tuple(part.to(device) for part in model.batch(rank)))
-    replicas = {scheme.name: _replica(case, scheme, model.build().to(device)) for scheme in case.schemes}
+    batch = cast(Batch, tuple(part.to(device) for part in case.model.batch(rank)))
+    replicas = {scheme.name: _replica(case, scheme, case.model.build().to(device)) for scheme in case.schemes}
     calls: dict[str, Call] = {name: partial(replica.step, batch) for name, replica in replicas.items()}
     samples = {NOTHING: StepSample()}
     for name, replica in replicas.items():  # one after the other: an automatic codec times its own steps in a row
@@ -274,6 +270,6 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
 def _replica(case: StepCase, scheme: StepScheme, network: nn.Module) -> Replica:
     if case.parallel == FSDP2:
-        shard(network, case.of.blocks(network), narrow=scheme.name == BF16)
+        shard(network, case.model.blocks(network), narrow=scheme.name == BF16)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     return (ShardedReplica if case.parallel == FSDP2 else Replica)(scheme, network, optimizer)

@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from statistics import median
 
@@ -94,22 +94,12 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
     return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
 
 
-@dataclass(frozen=True)
-class DemoCase(StepCase):
-    """The steps that are timed: of the demo's own network."""
-
-    plan: "DemoPlan" = field(kw_only=True)
-
-    @property
-    def of(self) -> StepModel:
-        batch = (self.plan.rows, self.plan.context)
-        return StepModel(partial(self.plan.network, 0), TransformerBlock, batch, len(help_pages()[0]))
-
-
-def case_of(plan: DemoPlan) -> DemoCase:
-    """torch's bf16 hook is always timed."""
+def case_of(plan: DemoPlan) -> StepCase:
+    """The steps that are timed: of the demo's own network, and always torch's bf16 hook among them."""
     timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))
-    return DemoCase(plan.setup, timed, "demo", plan=plan)
+    network = partial(plan.network, 0)
+    model = StepModel(network, TransformerBlock, (plan.rows, plan.context), len(help_pages()[0]))
+    return StepCase(plan.setup, timed, "demo", model)
 
 
 @dataclass(frozen=True)
