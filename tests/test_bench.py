@@ -69,9 +69,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rows": {}}, "expected 'rows' to be a list"),
     ({"rows": [3]}, "row 0 is a int"),
     ({"rows": [CODEC_ROW, {"codec": "int8"}]}, "row 1 of this codec record lacks distribution, wire_bits"),
-    ({"rows": [{**CODEC_ROW, "curve": [[1]]}]}, "expected 'curve' to be a list of"),
+    ({"rows": [{**CODEC_ROW, "nmse": [1]}]}, "row 0: expected one value in nmse, got several"),
     ({"conditions": {"date": ""}}, "the conditions lack thinwire, torch"),
-    ({"conditions": {**dict.fromkeys(record.CONDITIONS), "cpu": []}}, "expected the condition 'cpu' to be one"),
 ]
 
 
@@ -218,14 +217,14 @@ KEY = "int8 one_shot"  # of the entry
 
 def samples(ms: float, digest: str = "a") -> CallSample:
     times, sent = [ms, 3 * ms, 2 * ms], 100 if ms else 0
-    return CallSample(times, [1.0] * 3, [110] * 3, [sent] * 3, 4e-4, digest, True, "two_phase", host_ms=times)
+    return CallSample(times, [1.0] * 3, [110] * 3, [sent] * 3, 4e-4, digest, "two_phase", host_ms=times)
 
 
 def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     parts = [{"torch fp32": samples(8), "torch bf16": samples(4), KEY: samples(1), "nothing": samples(0)}
              for _ in range(2)]  # fmt: skip
     times = [5.0, 1.0, 1.0]
-    parts[1][KEY] = CallSample(times, [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", True, "two_phase", host_ms=times)
+    parts[1][KEY] = CallSample(times, [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", "two_phase", host_ms=times)
     (row,) = collectives.rows_of(a_case(), parts)
     assert set(row) >= set(record.COLUMNS["collectives"])
     assert (row["ms_p50"], row["plain_ms"], row["bf16_ms"]) == (3, 16, 8)  # rounds take 5, 3 and 2
@@ -250,12 +249,13 @@ def test_a_quick_run_of_every_verb(tmp_path: Path) -> None:
     expected = [(verb, name) for verb in collectives.VERBS for name in ("int8", "auto", "plain")]
     assert [(row["verb"], row["codec"]) for row in found.rows] == expected
     for row in found.rows:
-        assert (row["identical"], row["link"], row["rounds"]) == (True, "loopback", 2), row
+        same = True if row["verb"] in collectives.SHARED else None  # of the others each rank has its own
+        assert (row["identical"], row["link"], row["rounds"]) == (same, "loopback", 2), row
         assert 0 < float(str(row["ms_p20"])) <= float(str(row["ms_p50"])) <= float(str(row["ms_p80"]))
         exact = row["algorithm"] == "plain" or row["rel_error"] == 0.0
         # Two quantizations of half a step, with a step of at most 2/254 of a block's largest, which is below 6 sigma.
         assert float(str(row["rel_error"])) < (1e-6 if exact else 6 * 2 / 254), row
-        assert row["bytes_sent"] is not None or row["codec"] != "int8"
+        assert row["bytes_per_rank"] is not None or row["codec"] != "int8"
 
 
 @pytest.mark.usefixtures("forked")
@@ -274,8 +274,9 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
         collectives.run([RankSetup(world=2, link=MBIT)], progress=interrupted, **how)
     (row,) = stop.value.record.rows
     payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
-    assert payload <= float(str(row["bytes_sent"])) < counted
-    assert counted < payload * (1 + 2 * 66 / 1448) + 10_000  # a header and an acknowledgement per segment; retries
+    assert (
+        payload < counted < payload * (1 + 2 * 66 / 1448) + 10_000
+    )  # a header and an acknowledgement per segment; retries
     assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 26250 / payload  # bursts of both ends fly free
     assert row["identical"] is True
     assert multiprocessing.active_children() == []

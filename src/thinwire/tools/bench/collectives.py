@@ -72,7 +72,6 @@ class CollectiveCase:
 class CallSample(Sample):
     lost: float = 0.0  # NMSE against the exact result
     digest: str = ""
-    repeats: bool = True  # a second call gave the same bytes; asked only where ranks hold different results
     algorithm: str = ""  # the one that ran
 
 
@@ -137,35 +136,26 @@ def rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) ->
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
+    link = case.setup.link
     for entry in case.entries:
         samples = [part[entry.key] for part in parts]
-        same = len({sample.digest for sample in samples}) == 1
+        ran = samples[0].algorithm
+        least = bytes_formula(case.verb, ran, case.world, entry.codec, case.numel)
+        ms = median(timing.slowest(parts, entry.key))
         yield {
             "verb": case.verb,
             "codec": entry.name,
-            "algorithm": samples[0].algorithm,
+            "algorithm": ran,
             "numel": case.numel,
-            **_byte_columns(case, entry, parts),
+            # Torch's own verbs do not use thinwire's transport: what they send over loopback is unknown.
+            "bytes_per_rank": timing.sent(parts, entry.key, "interface_bytes" if link else "transport_bytes") or None,
+            "bytes_formula": least,
+            "wire_limit_share": 8e3 * least / link.rate / ms if link else None,
             "rel_error": max(math.sqrt(sample.lost) for sample in samples),
-            "identical": same if case.verb in SHARED else all(sample.repeats for sample in samples),
+            "identical": len({sample.digest for sample in samples}) == 1 if case.verb in SHARED else None,
             **timing.beside(parts, entry.key, FP32, BF16),
             **case.setup.columns(),
         }
-
-
-def _byte_columns(case: CollectiveCase, entry: TimedCodec, parts: Parts) -> Row:
-    algorithm = parts[0][entry.key].algorithm
-    least = bytes_formula(case.verb, algorithm, case.world, entry.codec, case.numel)
-    # Torch's own verbs do not use thinwire's transport: what they send over loopback is unknown.
-    sent = timing.sent(parts, entry.key, "transport_bytes") or None
-    ms = median(timing.slowest(parts, entry.key))
-    link = case.setup.link
-    return {
-        "bytes_per_rank": timing.sent(parts, entry.key, "interface_bytes") if link else sent,
-        "bytes_formula": least,
-        "wire_limit_share": 8e3 * least / link.rate / ms if link else None,
-        "bytes_sent": sent,
-    }
 
 
 # The ranks' side.
@@ -229,9 +219,6 @@ class _RankBench:
         error = self.exact - self.out.double()
         sample.lost = float(error.square().sum() / self.exact.square().sum())
         sample.digest = timing.digest([self.out])
-        if self.case.verb not in SHARED:
-            self._call(name)
-            sample.repeats = timing.digest([self.out]) == sample.digest
 
     def restore(self) -> None:
         if self.case.verb in IN_PLACE:

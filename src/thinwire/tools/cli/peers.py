@@ -1,8 +1,8 @@
 """What `thinwire doctor --peers` looks at: whether the ranks of a job see each other and agree, and how fast they are.
 
 Ranks meet in a store at MASTER_ADDR:MASTER_PORT: torchrun's own where it started them, else one of rank 0. Each leaves
-a description of itself there; rank 0 compares them and shares the problems. Without problems all exchange messages.
-Every wait has a limit; a rank that has not answered by then is missing.
+a description of itself there and compares all of them. Without problems all exchange messages. Every wait has a limit;
+a rank that has not come by then is missing.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -41,7 +41,7 @@ Description = dict[str, Any]  # of a rank, by itself
 
 @dataclass(frozen=True)
 class Found:
-    """The result on rank 0; a missing rank has no description. Other ranks know only the problems."""
+    """The result; a missing rank has no description."""
 
     world: int
     ranks: Mapping[int, Description]
@@ -52,7 +52,15 @@ def examine(place: RankPlace, patience_s: float) -> Found:
     """Compare the ranks; measure rates only if they agree, since a disagreement may leave ranks waiting."""
     store = meet(place, patience_s)  # kept to the end: others may still use it
     store.set(f"rank/{place.rank}", json.dumps(describe(place)))
-    ranks, problems = _compare(store, place, patience_s) if place.rank == 0 else ({}, _answer(store, place, patience_s))
+    try:
+        ranks = {rank: json.loads(said) for rank, said in _said(store, "rank", range(place.world), patience_s).items()}
+        problems = [*_absent(ranks, place, patience_s), *disagreements(ranks), *unreachable(ranks)]
+        store.set(f"read/{place.rank}", "")
+        if place.rank == 0:  # the store may end with this process
+            _said(store, "read", list(ranks), _GRACE_S)
+    except RuntimeError as error:
+        silent = f"rank {place.rank} lost rank 0's store ({_line(error)})"
+        raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
     if not problems and place.world > 1:
         try:
             rates = exchange(place, patience_s)
@@ -83,37 +91,18 @@ def meet(place: RankPlace, patience_s: float) -> Any:
     return c10d.PrefixStore(f"thinwire/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 
 
-def _compare(store: Any, place: RankPlace, patience_s: float) -> tuple[dict[int, Description], list[str]]:
-    """On rank 0: all descriptions, and the problems, which it shares."""
-    ranks = _said(store, "rank", range(place.world), patience_s)
-    problems = [*disagreements(ranks), *unreachable(ranks)]
+def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, bytes]:
+    """What these ranks set in time."""
+    with contextlib.suppress(dist.DistStoreError):  # it does not say who is missing
+        store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
+    return {rank: store.get(f"{what}/{rank}") for rank in ranks if store.check([f"{what}/{rank}"])}
+
+
+def _absent(ranks: Mapping[int, Description], place: RankPlace, patience_s: float) -> Iterator[str]:
     if absent := [rank for rank in range(place.world) if rank not in ranks]:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
-        problems.insert(0, f"{late}: start every rank, and let each reach {where}")
-    store.set("problems", json.dumps(problems))
-    # The store may end with this process: it stays until those who came have read the problems.
-    _said(store, "read", [rank for rank in ranks if rank], _GRACE_S)
-    return ranks, problems
-
-
-def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
-    """What these ranks set in time."""
-    with contextlib.suppress(RuntimeError):  # it does not say who is missing
-        store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
-    return {rank: json.loads(store.get(f"{what}/{rank}")) for rank in ranks if store.check([f"{what}/{rank}"])}
-
-
-def _answer(store: Any, place: RankPlace, patience_s: float) -> list[str]:
-    """The problems that rank 0 found, which may have waited for others first."""
-    try:
-        store.wait(["problems"], timedelta(seconds=patience_s + _GRACE_S))
-        problems: list[str] = json.loads(store.get("problems"))
-        store.set(f"read/{place.rank}", "true")
-    except RuntimeError as error:  # no answer in time, or the store went away
-        silent = f"rank {place.rank} heard nothing from rank 0 within {patience_s + _GRACE_S:g} s ({_line(error)})"
-        raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
-    return problems
+        yield f"{late}: start every rank, and let each reach {where}"
 
 
 def describe(place: RankPlace) -> Description:
