@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
+TransformerBlock = nn.TransformerEncoderLayer
 
 
 def mlp(*sizes: int) -> nn.Module:
@@ -27,9 +29,10 @@ class Transformer(nn.Module):
 
     def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> None:
         super().__init__()
+        how: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
         self.letters = nn.Embedding(letters, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, 4 * width, **how) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, letters, bias=False)
         for embedding in (self.letters, self.places):
@@ -39,33 +42,11 @@ class Transformer(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         x_BTD = self.letters(codes) + self.places.weight[: codes.shape[-1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        causal = nn.Transformer.generate_square_subsequent_mask(codes.shape[-1], x_BTD.device, x_BTD.dtype)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, src_mask=causal, is_causal=True)
+        logits: Tensor = self.head(self.norm(x_BTD))
         return logits
-
-
-class TransformerBlock(nn.Module):
-    """Attention and a feed-forward part, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
-        added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
-        return x_BTD + added
-
-    def _attend(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
-        return result
 
 
 @dataclass(frozen=True)
