@@ -306,12 +306,17 @@ def test_the_ranks_of_a_job_measure_their_link(ranks: RankPool) -> None:
 
 def test_names_of_schemes() -> None:
     assert step.parse("none") == step.StepScheme("none")
-    assert step.parse("lloyd2@ef21") == step.StepScheme("lloyd2@ef21", "lloyd2", "ef21")
     assert step.parse("auto").settled > step.parse("int8").settled
     pair = step.parse(" lloyd4:block=256/lloyd4@replica ", "fsdp2")
-    assert pair == step.StepScheme("lloyd4:block=256/lloyd4@replica", "lloyd4:block=256", "auto", "lloyd4", True)
+    assert pair == step.StepScheme("lloyd4:block=256/lloyd4@replica", "lloyd4:block=256", "lloyd4", True)
     assert [one.name for one in step.lineup(["int8", "bf16", "int8"])] == ["none", "bf16", "int8"]
-    for name, parallel in (("int9", "ddp"), ("int8/int8", "ddp"), ("int8/int8@ef21", "fsdp2"), ("auto", "fsdp2")):
+    for name, parallel in (
+        ("int9", "ddp"),
+        ("lloyd2@ef21", "ddp"),
+        ("int8/int8", "ddp"),
+        ("int8/int8@ef21", "fsdp2"),
+        ("auto", "fsdp2"),
+    ):
         with pytest.raises(CodecError):
             step.parse(name, parallel)
 
@@ -329,11 +334,11 @@ def test_models(name: str, params: int) -> None:
 @pytest.mark.usefixtures("forked")
 def test_a_quick_run_of_steps(tmp_path: Path) -> None:
     path = str(tmp_path / "step.json")
-    run = bench("step", "--quick", "--rounds", "1", "--codecs", "int8,lloyd2@ef21", "--json", path)
+    run = bench("step", "--quick", "--rounds", "1", "--codecs", "int8,lloyd2", "--json", path)
     assert (run.exit_code, run.stderr) == (0, ""), run.output
     rows = record.read(path).rows
     assert all((row["numel"], row["world"], row["link"]) == (1_088_522, 2, "loopback") for row in rows)
-    check_steps(rows, "ddp", "int8,lloyd2@ef21")
+    check_steps(rows, "ddp", "int8,lloyd2")
 
 
 def check_steps(rows: list[record.Row], parallel: str, codecs: str) -> None:

@@ -1,8 +1,8 @@
 """A training step with each codec, beside plain torch and torch's bf16, interleaved: DDP or FSDP2.
 
 A step is a forward pass, a backward pass and SGD at a rate of zero, all schemes by turns, each after a barrier; it
-takes as long as on its slowest rank. A scheme is named by its codec: int8, auto, lloyd2@ef21 (with that feedback); for
-FSDP2 by the codecs of gradients and weights, lloyd4/int8, lloyd4/lloyd4@replica.
+takes as long as on its slowest rank. A scheme is named by its codec: int8, auto; for FSDP2 by the codecs of gradients
+and weights, lloyd4/int8, lloyd4/lloyd4@replica.
 """
 
 import gc
@@ -48,7 +48,6 @@ class StepScheme:
 
     name: str
     codec: str | None = None  # None: torch's own
-    feedback: str = "auto"
     weights: str = "none"
     replica: bool = False
 
@@ -64,16 +63,16 @@ def parse(text: str, parallel: str = DDP) -> StepScheme:
     if text in (NONE, BF16):
         return StepScheme(text)
     gradients, paired, rest = text.partition("/")
-    name, named, feedback = gradients.partition("@")
     weights, _, how = rest.partition("@")
     if paired and parallel == DDP:
         raise CodecError(f"{text!r}: gradients/weights goes with --parallel fsdp2")
     if how not in ("", "replica"):
         raise CodecError(f"{text!r}: expected @replica after the codec of weights, got @{how}")
-    spelled = name if name == "auto" and parallel == DDP else str(codec(name))
-    kept = str(codec(weights)) if paired else "none"
-    full = f"{spelled}{named}{feedback}" + (f"/{kept}{'@replica' if how else ''}" if paired else "")
-    return StepScheme(full, spelled, feedback or "auto", kept, bool(how))
+    spelled = gradients if gradients == "auto" and parallel == DDP else str(codec(gradients))
+    if not paired:
+        return StepScheme(spelled, spelled)
+    kept = str(codec(weights))
+    return StepScheme(f"{spelled}/{kept}{'@replica' if how else ''}", spelled, kept, bool(how))
 
 
 def lineup(names: Sequence[str], parallel: str = DDP) -> tuple[StepScheme, ...]:
@@ -92,8 +91,7 @@ class Replica:
         self.optimizer = optimizer
         self.model = DistributedDataParallel(network, init_sync=False)  # a seed made them alike
         if scheme.codec is not None:
-            how: dict[str, Any] = {"feedback": scheme.feedback, "optimizer": optimizer}
-            self.handle = compress_ddp(self.model, scheme.codec, **how)
+            self.handle = compress_ddp(self.model, scheme.codec, optimizer=optimizer)
         elif scheme.name == BF16:
             self.model.register_comm_hook(None, torch_bf16)
 
@@ -139,7 +137,7 @@ class ShardedReplica(Replica):
         if scheme.codec is not None:
             from thinwire.integrations import compress_fsdp  # much of torch comes with it
 
-            how: dict[str, Any] = {"feedback": scheme.feedback, "replica": scheme.replica, "optimizer": optimizer}
+            how: dict[str, Any] = {"replica": scheme.replica, "optimizer": optimizer}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # narrow weights cost accuracy, which is not measured here
                 self.handle = compress_fsdp(network, scheme.codec, scheme.weights, **how)

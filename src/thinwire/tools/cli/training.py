@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -106,8 +106,7 @@ def case_of(plan: DemoPlan) -> StepCase:
 class Trained:
     """One rank's result of a training run."""
 
-    loss: float  # a sum over its part of the text
-    count: int  # of the letters in it
+    loss: float  # nats per letter of its part of the text held out of training
     digest: str
     feedback: str
     params: int
@@ -149,7 +148,9 @@ def row_of(
     plan: DemoPlan, scheme: StepScheme, results: dict[str, list[list[Trained]]], times: Sequence[dict[str, StepSample]]
 ) -> Row:
     mine = results[scheme.name]
-    losses, fp32 = (dict(enumerate(map(_loss, found))) for found in (mine, results[NONE]))
+    losses, fp32 = (
+        {seed: fmean(one.loss for one in ranks) for seed, ranks in enumerate(found)} for found in (mine, results[NONE])
+    )
     finite = all(map(math.isfinite, losses.values()))
     gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
     ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
@@ -161,7 +162,7 @@ def row_of(
     if sent is None and scheme.name in RING_BYTES:  # torch's own all_reduce, over loopback: by formula
         sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * params, "formula"
     return {
-        **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name.partition("@")[0]},
+        **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name},
         **{"feedback": mine[0][0].feedback, "world": plan.world, "link": str(plan.link or "loopback")},
         **{"seeds": plan.seeds, "steps": plan.steps, "batch": plan.rows, "params": params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
@@ -174,11 +175,6 @@ def row_of(
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         **{"peer": scheme.name == BF16, "threads": launch.THREADS, "cores": os.cpu_count()},
     }
-
-
-def _loss(ranks: Sequence[Trained]) -> float:
-    """Of one seed, in nats per letter that was held out of training."""
-    return sum(one.loss for one in ranks) / sum(one.count for one in ranks)
 
 
 # The ranks' side.
@@ -200,13 +196,13 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     del replica
     gc.collect()  # DDP and its hooks refer to each other
     params = sum(parameter.numel() for parameter in network.parameters())
-    return Trained(*judged, timing.digest(network.parameters()), feedback, params)
+    return Trained(judged, timing.digest(network.parameters()), feedback, params)
 
 
-def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> tuple[float, int]:
-    """The sum of losses over windows side by side, and how many letters they hold."""
+def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:
+    """The mean loss over windows side by side, as many on every rank."""
     text = text[: plan.judged // plan.world]
     count = (len(text) - 1) // plan.context
     inputs, targets = (text[i : i + count * plan.context].view(count, plan.context) for i in (0, 1))
     batches = zip(inputs.split(64), targets.split(64), strict=True)
-    return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches), targets.numel()
+    return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches) / targets.numel()
