@@ -276,13 +276,6 @@ def test_an_output_that_takes_nothing(
         assert capsys.readouterr().err == "Error: standard output cannot be written: No space left on device\n"
 
 
-@pytest.mark.program("-m", "thinwire", *SMALL, COLUMNS="100", TERM="xterm-256color")
-def test_in_a_pipe_there_are_no_colours_and_no_bar(program: Ended) -> None:
-    assert (program.status, program.err) == (0, ""), program.told
-    assert "\x1b" not in program.out
-    assert "lloyd2" in program.out
-
-
 DEMO = ("-m", "thinwire", "demo", "--quick", "--link", "loopback", "--json", "part.json")
 
 
