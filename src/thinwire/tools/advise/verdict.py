@@ -69,13 +69,10 @@ def _paired(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
 
 
 def trained(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
-    """Of the training records: the gap of validation losses, or of losses, and its standard error over seeds."""
+    """Of the training records: the gap of validation losses and its standard error over seeds."""
     if row.get("control") or row.get("diverged") or row["codec"] == "none":
         return
     gap, error = row["val_gap_nats"], row.get("val_gap_error")
-    if gap is None and row.get("loss_log_ratio_error") is not None:
-        loss = column(row, "loss", 0.0)
-        gap, error = loss * column(row, "loss_log_ratio", -1e18), loss * column(row, "loss_log_ratio_error", 0.0)
     seeds = int(column(row, "seeds"))
     if isinstance(gap, float | int) and isinstance(error, float | int) and seeds > 1:
         half = pairs.t95(seeds - 1) * error
