@@ -1,15 +1,18 @@
-"""Clocks for kernels: interleaved rounds on a CPU or a GPU, captured graphs."""
+"""Clocks for kernels: interleaved rounds on a CPU or a GPU, captured graphs; threads, and errors of means."""
 
+import contextlib
 import functools
 import itertools
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 import torch
 
 from thinwire.kernels import BACKENDS, Backend
-from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.timing import Call, Effort, mean
 from thinwire.tools.local.torchrun import synchronize
 
 _CYCLES_PER_MS = 2_000_000  # about
@@ -126,3 +129,19 @@ def note_of(error: Exception) -> str:
     """What a row says of a case that failed: the kind of the error and the first line of its text."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:200]}"
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch, and thinwire's kernels with it, use `count` threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean; None where there is no mean, or one seed."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 and mean(values) is not None else None

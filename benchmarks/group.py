@@ -28,12 +28,12 @@ from torch.nn.functional import cross_entropy, linear
 import thinwire
 from benchmarks import tasks
 from benchmarks.command import start
+from benchmarks.networks import GptBlock, GptNetwork
 from benchmarks.tasks import Gpt
 from thinwire.codecs import codec
 from thinwire.collectives import groups
 from thinwire.tools import pairs
 from thinwire.tools.bench import timing
-from thinwire.tools.bench.models import Transformer, TransformerBlock
 from thinwire.tools.bench.record import Progress, Record, Row, collect, conditions, write
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
 from thinwire.tools.cli.bench import deliver
@@ -119,7 +119,7 @@ class Tensors:
         self.task, self.seed = task, seed
         self.network = task.model(seed)
         for block in task.blocks(self.network):
-            assert isinstance(block, TransformerBlock)
+            assert isinstance(block, GptBlock)
             block.heads //= group.size()
             for name, rows, of in (("mixed", False, 3), ("out", True, 1), ("wide", False, 1), ("narrow", True, 1)):
                 setattr(block, name, Part(getattr(block, name), group, rows=rows, of=of))
@@ -143,7 +143,7 @@ class Stages:
     def __init__(self, task: Gpt, seed: int, group: Any) -> None:
         self.task, self.seed, self.rank = task, seed, group.rank()
         whole = self.network = task.model(seed)
-        assert isinstance(whole, Transformer)
+        assert isinstance(whole, GptNetwork)
         half = len(whole.blocks) // 2
         rest = list(whole.blocks)[half:]
         self.stages = [_First(whole, half), nn.Sequential(*rest, whole.norm, whole.head)]
@@ -172,7 +172,7 @@ def _pass(schedule: Any, rank: int, inputs: Tensor, targets: Tensor) -> None:
 
 
 class _First(nn.Module):
-    def __init__(self, whole: Transformer, half: int) -> None:
+    def __init__(self, whole: GptNetwork, half: int) -> None:
         super().__init__()
         self.letters, self.places, self.blocks = whole.letters, whole.places, whole.blocks[:half]
 

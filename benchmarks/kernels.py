@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from benchmarks import clock
 from benchmarks.clock import KernelEffort as Effort
-from benchmarks.command import Codecs, check_device, start
+from benchmarks.command import Codecs, check_device, show_with_notes, start
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import transport
@@ -472,7 +472,7 @@ def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
 
 def _rows(cases: Sequence[KernelCase], backend: Backend, effort: Effort, progress: Progress) -> Generator[Row]:
     for case in progress(cases):
-        with timing.threads(case.threads), torch.no_grad():
+        with clock.threads(case.threads), torch.no_grad():
             yield row_of(case, case.served_by(backend), effort)
 
 
@@ -541,7 +541,7 @@ def command(
         parts=flags.words(parts, PARTS, "--parts") or (),
         quick=quick,
     )
-    deliver(study, json)
+    deliver(study, json, show=show_with_notes)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The tables of the records that studies write: import this module before `thinwire.tools.report.kinds.grids`."""
+"""The columns and tables of the records that studies write: import this module before reading and drawing them."""
 
 from collections.abc import Sequence
 
 from thinwire.tools import recommend
-from thinwire.tools.bench.record import Row
+from thinwire.tools.bench.record import COLUMNS, TIMES, Row
 from thinwire.tools.report import kinds
 from thinwire.tools.report.cells import (
     ABSENT,
@@ -12,7 +12,6 @@ from thinwire.tools.report.cells import (
     counted,
     distinct,
     fixed,
-    listed,
     percent,
     scaled,
     scientific,
@@ -21,6 +20,25 @@ from thinwire.tools.report.cells import (
 )
 from thinwire.tools.report.kinds import MS, SPEEDUPS, table, texts
 
+COLUMNS |= {
+    "codec": ("distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"),
+    "kernels": (
+        *("op", "codec", "backend", "device", "dtype", "numel", "world", "threads", *TIMES),
+        *("copy_ms", "times_copy", "copy_share", "times_eager"),
+    ),
+    "qat": (),  # QAT, or of a row that has an `op` QAT_SPEED
+    "exact": (
+        *("optimizer", "rate", "step", "changed_share", "entropy_bits", "bits", "bits_index_value", "bits_zstd"),
+        *("bits_xor_zstd", "encode_gb_s", "decode_gb_s", "backend", "threads"),
+    ),
+    "group": (
+        *("client", "rules", "world", "link", "ms_p50", "plain_ms", "speedup_plain"),
+        *("bytes_per_step", "plain_bytes_per_step"),
+    ),
+    "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
+}
+QAT = ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy")
+QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times_torch", "peak_bytes_per_element")
 _SHARE = Column("share", "copy_share", percent)
 kinds.TABLES |= {
     "train": (
@@ -117,6 +135,11 @@ kinds.TABLES |= {
         1,
     ),
 }
+
+
+def listed(rows: Sequence[Row], *columns: str) -> list[str]:
+    """What the rows have in each column, in one text: "2, 4"."""
+    return [", ".join(distinct(rows, column)) for column in columns]
 
 
 def pivot(title: str, rows: Sequence[Row], label: str, across: str, value: Column) -> TextGrid:

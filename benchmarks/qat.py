@@ -31,8 +31,8 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.nn import functional
 
-from benchmarks import data, qat_speed
-from benchmarks.command import MOST, check_device, start
+from benchmarks import clock, data, qat_speed
+from benchmarks.command import MOST, check_device, show_with_notes, start
 from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import Start
@@ -309,7 +309,7 @@ def run(
         if "train" in chosen:
             yield from _trained_rows(trainings, seeds, workers, progress)
 
-    with timing.threads(qat_speed.THREADS):
+    with clock.threads(qat_speed.THREADS):
         return collect("qat", device, rows())
 
 
@@ -326,7 +326,7 @@ def _trained_rows(runs: Sequence[QATRun], seeds: int, workers: int, progress: Pr
 
 def train_run(run: QATRun) -> Result:
     """Train once; one thread, so that the sums of a training have one order on every machine."""
-    with timing.threads(1):
+    with clock.threads(1):
         seen, trained = _trained_in_fp32(run.schedule, run.seed, run.device)
         model = copy.deepcopy(trained)
         METHODS[run.method].start(model, seen.images[:START], run.bits)
@@ -354,9 +354,9 @@ def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
         "act_bits": run.bits,
         "seeds": len(results),
         "train_loss": timing.mean(losses),
-        "train_loss_error": timing.standard_error(losses),
+        "train_loss_error": clock.standard_error(losses),
         "accuracy": timing.mean(accuracies),
-        "accuracy_error": timing.standard_error(accuracies),
+        "accuracy_error": clock.standard_error(accuracies),
         "diverged": sum(not math.isfinite(loss) for loss in losses),
         "first_last_bits": run.bits,
         "control": method.control,
@@ -415,7 +415,7 @@ def command(
         flags.refuse("is of the part train, which --parts leaves out", methods=methods, bits=bits, seeds=seeds)
     if pieces == ["train"]:
         flags.refuse("is of the part speed, which --parts leaves out", numel=numel)
-    deliver(partial(run, device.value, pieces, chosen, widths, seeds, numel, quick), json)
+    deliver(partial(run, device.value, pieces, chosen, widths, seeds, numel, quick), json, show=show_with_notes)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from benchmarks import data
+from benchmarks.networks import GptBlock, GptNetwork
 from thinwire.kernels import hashing
 from thinwire.tools.bench import models
-from thinwire.tools.bench.models import Batch, Transformer, TransformerBlock
+from thinwire.tools.bench.models import Batch
 from thinwire.tools.cli.training import help_pages
 from thinwire.tools.local.link import BenchError
 
@@ -154,10 +155,10 @@ class Gpt(Task):
     judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
 
     def network(self) -> nn.Module:
-        return Transformer(len(help_pages()[0]), self.context, self.width, self.heads, self.depth)
+        return GptNetwork(len(help_pages()[0]), self.context, self.width, self.heads, self.depth)
 
     def blocks(self, network: nn.Module) -> list[nn.Module]:
-        return [block for block in network.modules() if isinstance(block, TransformerBlock)]
+        return [block for block in network.modules() if isinstance(block, GptBlock)]
 
     def texts(self) -> tuple[Tensor, Tensor]:
         """To train on, and held out, as codes."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks import schemes, sharded, tasks
+from benchmarks import clock, schemes, sharded, tasks
 from benchmarks.command import shaped, start
 from benchmarks.schemes import BF16, DDP, DILOCO, FSDP2, NONE, Replica, TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
@@ -137,7 +137,7 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
     """The record of the rows of a plan, where its link can be had."""
     if plan.link is not None:
         links.check()
-    with timing.threads(launch.THREADS):
+    with clock.threads(launch.THREADS):
         return collect("train", torch.device("cpu"), rows)
 
 
@@ -218,7 +218,7 @@ def _outer_columns(scheme: TrainScheme, results: dict[TrainScheme, Results]) -> 
     return {
         "every": scheme.every or 1,
         "ddp_log_ratio": timing.mean(ratios),
-        "ddp_log_ratio_error": timing.standard_error(ratios),
+        "ddp_log_ratio_error": clock.standard_error(ratios),
         "reached_loss": loss,
         "reached_s": seconds,
         "ddp_reached_s": ddp_seconds,
@@ -259,7 +259,7 @@ def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     gaps = [a - b for a, b in zip(mine, fp32, strict=True)]
     return {
         "val_gap_nats": timing.mean(gaps),
-        "val_gap_error": timing.standard_error(gaps),
+        "val_gap_error": clock.standard_error(gaps),
         "val_noise_floor": timing.mean([abs(a - b) for a, b in combinations(fp32, 2)]),
         "val_loss": timing.mean(mine),
         "fp32_val_loss": timing.mean(fp32),
@@ -306,7 +306,7 @@ def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     ratios = log_ratios(mine, fp32)
     return {
         "loss_log_ratio": timing.mean(ratios),
-        "loss_log_ratio_error": timing.standard_error(ratios),
+        "loss_log_ratio_error": clock.standard_error(ratios),
         "noise_floor": noise_floor(fp32),
         "loss": timing.mean(mine),
         "fp32_loss": timing.mean(fp32),

@@ -130,11 +130,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 7149,
-    "tools.bench": 1162,
-    "tools.advise": 895,
-    "tools.report": 317,
-    "tools.local": 578,
-    "tools": 5141,
+    "tools.bench": 1032,
+    "tools.advise": 829,
+    "tools.report": 312,
+    "tools.local": 487,
+    "tools": 4695,
 }
 
 
@@ -204,8 +204,8 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_962),
-    "tests": (["tests/*.py"], str.splitlines, 31_889),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_672),
+    "tests": (["tests/*.py"], str.splitlines, 31_880),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
 }

@@ -22,11 +22,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from benchmarks import collectives_nccl
 from cases import in_time, thorough
 from ranks import RankPool
 from test_faults import SOON_S, failure, threads, until
 from test_nccl import Group, on_nccl, on_worlds
-from thinwire.tools.local import nccl
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost
 HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
@@ -130,7 +130,7 @@ def stop_in_steps(group: Group) -> None:
 
 def die_over_tcp(group: Group) -> None:
     """Rank 1 dies on what NCCL takes for another host; the other waits for the GPU, which waits for rank 1."""
-    os.environ.update(nccl.OVER_TCP, NCCL_HOSTID=f"host{group.rank()}")
+    os.environ.update(collectives_nccl.OVER_TCP, NCCL_HOSTID=f"host{group.rank()}")
     place = on_nccl(group)  # its timeout is long
     x = torch.ones(5000, device=place.device)
     for _ in range(3):

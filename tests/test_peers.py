@@ -20,7 +20,7 @@ from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
-CARD = {"host": "a", "interface": "eth0", "route": "10.0.0.1", "backend": "gloo", "world": 2, "torch": "2.13.0"}
+CARD = {"host": "a", "interface": "eth0", "backend": "gloo", "world": 2, "torch": "2.13.0"}
 
 
 @pytest.mark.program(*TORCHRUN, "--peers", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -28,11 +28,10 @@ def test_under_torchrun_rank_0_prints_one_table(program: Ended) -> None:
     assert program.status == 0, program.told
     title, header, *rows, verdict = program.out.splitlines()
     assert title.startswith("2 of 2 ranks.")
-    assert " ".join(header.split()) == "rank host interface device thinwire torch python wire Gbit/s slowest"
+    assert " ".join(header.split()) == "rank host interface device thinwire torch python wire Gbit/s"
     for rank, row in enumerate(rows):
         assert re.match(rf"{rank} +\S+ +lo +cpu +{re.escape(thinwire.__version__)} ", row), row
-        assert re.search(rf" [\d.]+ +[\d.]+ from {1 - rank}$", row), row
-        assert 0.01 < float(row.split()[-4]) < 1000  # loopback: between a slow disk's rate and memory's
+        assert 0.01 < float(row.split()[-1]) < 1000  # loopback: between a slow disk's rate and memory's
     assert (len(rows), verdict) == (2, "✓ all ranks see each other and agree")
 
 
@@ -59,13 +58,12 @@ def free_port() -> int:
 NOBODY = -1
 
 
-def test_all_pairs_of_three_ranks_are_measured(ranks: RankPool) -> None:
+def test_three_ranks_as_json(ranks: RankPool) -> None:
     (status, out, _), *others = ranks(3).run(doctor, NOBODY, {}, "--json")
     assert (status, others) == (0, [(0, "", "")] * 2)
     found = json.loads(out)
     assert (found["works"], found["world"], found["problems"]) == (True, 3, [])
-    assert [sorted(map(int, rank["received"])) for rank in found["ranks"]] == [[1, 2], [0, 2], [0, 1]]
-    assert all(rate > 1e6 for rank in found["ranks"] for rate in rank["received"].values())
+    assert [rank["rank"] for rank in found["ranks"] if rank["gbit_per_s"] > 0.01] == [0, 1, 2]
 
 
 def test_ranks_of_different_versions(ranks: RankPool) -> None:
@@ -95,12 +93,12 @@ def test_without_rank_0_the_others_say_so(ranks: RankPool) -> None:
     assert "start rank 0 there" in err
 
 
-def refuse(device: object) -> Any:
+def refuse(size: int, device: object) -> Any:
     raise RuntimeError("[/somewhere/gloo/pair.cc:152] timed out connecting\nand more")
 
 
 def test_an_exchange_that_fails(ranks: RankPool) -> None:
-    patch = ("thinwire.tools.cli.peers._rates", refuse)
+    patch = ("thinwire.tools.local.torchrun.exchange_s", refuse)
     (status, out, _), (other, _, err) = ranks(2).run(doctor, NOBODY, {0: patch, 1: patch})
     assert (status, other) == (1, 1)
     assert out.splitlines()[-1].startswith("✗ rank 0 could not exchange: timed out connecting; see whether the")
@@ -123,14 +121,12 @@ def test_what_ranks_have_to_agree_on(changes: dict[str, Any], said: list[str]) -
 def test_loopback_between_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # where a distribution has it so
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    trapped = {**CARD, "host": "b", "interface": peers.way_out("gloo"), "route": "10.0.0.2"}
+    trapped = {**CARD, "host": "b", "interface": peers.way_out("gloo")}
     (told,) = peers.unreachable({0: CARD, 1: trapped})
     assert told.startswith("rank 1 on b uses 127.0.1.1, which no other machine reaches: set GLOO_SOCKET_IFNAME there")
-    assert told.endswith("towards the others, the one of 10.0.0.2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first = {**CARD, "interface": peers.way_out("gloo"), "route": "127.0.0.1"}
-    (told,) = peers.unreachable({0: first, 1: CARD})
-    assert told.endswith("towards the others")
+    first = {**CARD, "interface": peers.way_out("gloo")}
+    assert len(peers.unreachable({0: first, 1: {**CARD, "host": "b"}})) == 1
     assert peers.unreachable({0: first, 1: first}) == []
 
 

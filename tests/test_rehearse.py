@@ -167,18 +167,22 @@ def test_stats_are_those_of_a_rank(ranks: RankPool) -> None:
 
 def test_memory_without_feedback_is_little_more_than_a_gradient() -> None:
     """Live numbers between two turns: one row and the wires of ranks that had theirs."""
+    before = large_storages()
     model = nn.Linear(1000, 1000, bias=False)
     thinwire.rehearse(model, "int8", world=8, measure_every=0)
     for _ in range(7):
         model(torch.randn(3, 1000)).sum().backward()
-    gc.collect()
-    known: dict[int, int] = {}
-    for one in gc.get_objects():
-        if isinstance(one, Tensor) and one.numel() > 10_000:
-            known[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     weights = 4_000_000
     wires = 8 * 1.05e6 + 1.05e6  # of eight ranks, and of the sums: eight bits and scales
-    assert sum(known.values()) < weights + weights + wires  # the model, one gradient, wires
+    live = sum(nbytes for place, nbytes in large_storages().items() if place not in before)
+    assert weights + weights < live < weights + weights + wires  # the model, one gradient, wires
+
+
+def large_storages() -> dict[int, int]:
+    """Bytes by address."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.numel() > 10_000]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +306,7 @@ SCRIPT = """
 import torch, thinwire
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
 handle = thinwire.rehearse(model, world=4)
-for step in range(80):
+for step in range(40):
     for _ in range(4):
         x = torch.randn(8, 16)
         loss = (model(x).squeeze() - x[:, 0].sin() * x[:, 1]).square().mean()
@@ -310,9 +314,9 @@ for step in range(80):
     handle.step()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * (1 - step / 80) * parameter.grad
+            parameter -= 0.1 * (1 - step / 40) * parameter.grad
             parameter.grad = None
-    if step % 20 == 19:
+    if step % 10 == 9:
         with torch.no_grad():
             x = torch.randn(2048, 16, generator=torch.Generator().manual_seed(7))
             thinwire.report_loss((model(x).squeeze() - x[:, 0].sin() * x[:, 1]).square().mean())
@@ -321,7 +325,7 @@ for step in range(80):
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts run here, where torch is imported; test_scripts_that_fail has processes of their own."""
+    """Scripts run here, where torch is imported; test_a_script_that_fails has a process of its own."""
 
     def run(command: list[str], env: dict[str, str], **how: Any) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as patch:
@@ -348,7 +352,7 @@ def test_the_verdict_tells_int2_from_int8(tmp_path: Path) -> None:
     assert abs(rows["int8"]["delta_nats"]) < 0.2 * rows["int2"]["delta_nats"]
     assert 8 < rows["int8"]["bits"] < 9
     assert rows["int2"]["verdict"] in page.read_text()
-    assert "int8: " in result.stdout
+    assert {rows[arm]["verdict"] for arm in ("null", "int8", "int2")} <= set(result.stdout.splitlines())
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -358,16 +362,19 @@ def test_the_example_is_rehearsed() -> None:
     assert (result.exit_code, "int8: " in result.stdout) == (0, True), result.output
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("import thinwire", "reported no loss"), ("raise SystemExit('out of coffee')", "out of coffee")],
-)
-def test_scripts_that_fail(text: str, said: str, tmp_path: Path) -> None:
+def test_a_script_that_fails(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(text)
+    script.write_text("raise SystemExit('out of coffee')")
     result = CliRunner().invoke(app, ["rehearse", str(script), "--seeds", "1"])
-    assert result.exit_code == 1
-    assert said in result.stderr
+    assert (result.exit_code, "out of coffee" in result.stderr) == (1, True)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_script_that_reports_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    result = CliRunner().invoke(app, ["rehearse", str(script), "--seeds", "1"])
+    assert (result.exit_code, "reported no loss" in result.stderr) == (1, True)
 
 
 def test_bad_flags(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from benchmarks import (
     clock,
     codec as codec_bench,
+    collectives_nccl,
     delay,
     exact as exact_bench,
     group as group_bench,
@@ -28,6 +29,7 @@ from benchmarks import (
     tasks,
     train as bench,
 )
+from benchmarks.collectives_nccl import NcclRanks, nccl_ranks
 from benchmarks.schemes import TrainSample, TrainScheme
 from benchmarks.tasks import Task, Total
 from benchmarks.train import Trained, TrainPlan
@@ -360,3 +362,41 @@ def test_rows_of_the_group(ranks: RankPool) -> None:
         assert set(record.COLUMNS["group"]) <= set(row)
         assert number(row, "speedup_plain") * number(row, "times_plain") == pytest.approx(1)
         assert (row["rounds"], row["bytes_per_step"]) == (2, None)
+
+
+def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        refused = invoke(collectives_nccl.command, "--hosts", "2")
+        assert (refused.exit_code, "expected a GPU and NCCL, got no CUDA" in " ".join(refused.stderr.split())) == (
+            2,
+            True,
+        )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(links.BenchError, match="a number of hosts that divides 2, 4 ranks evenly, got 3"):
+        nccl_ranks([2, 4], [3])
+    found = {(r.world, r.hosts): (r.link_name, r.nodes, r.shared) for r in nccl_ranks([2, 4], [1, 2, 4])}
+    assert found == {
+        **{(2, 1): ("gpus", None, False), (2, 2): ("tcp", None, False), (4, 1): ("memory", None, True)},
+        **{(4, 2): ("tcp", 2, True), (4, 4): ("tcp", None, True)},
+    }
+    spread = NcclRanks(world=4, gpus=2, hosts=2)
+    assert (str(spread.device(3)), spread.backend) == ("cuda:1", "nccl")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    environment = spread.environment(3)
+    assert (environment["NCCL_HOSTID"], environment["NCCL_MULTI_RANK_GPU_ENABLE"]) == ("thinwire1", "1")
+    assert "NCCL_MAX_CTAS" not in environment  # the user's own stays
+    assert NcclRanks(world=2, gpus=2).environment(0) == {}
+    both = [entry.key for entry in collectives_nccl.entries(["plain", "int8"], "all_reduce")]
+    assert both == ["plain plain", "int8 one_shot", "int8 two_phase"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_quick_runs_on_nccl() -> None:
+    sums = collectives_nccl.run([2], [2], numels=[1000], codecs=["plain", "int8"], quick=True).rows
+    assert [row["asked"] for row in sums] == [row["algorithm"] for row in sums] == ["plain", "one_shot", "two_phase"]
+    for row in sums:
+        assert (row["identical"], row["backend"], row["link"]) == (True, "nccl", "tcp")
+        assert number(row, "host_ms") > 0

@@ -1,8 +1,7 @@
 """The collectives benchmark: a verb with a codec beside torch's own in fp32 and bf16, interleaved in one run.
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
-bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank. On NCCL sums
-are averages, every codec runs in both algorithms, and the host's time of a call is measured too.
+bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank.
 """
 
 import math
@@ -24,8 +23,6 @@ from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import CPU, NOTHING, Call, Effort, Sample
 from thinwire.tools.local import launch
 from thinwire.tools.local.launch import RankSetup
-from thinwire.tools.local.link import ShapedLink
-from thinwire.tools.local.nccl import NcclRanks, nccl_ranks
 
 VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
@@ -33,18 +30,12 @@ SHARED = (*IN_PLACE, "all_gather_into_tensor")  # after them all ranks hold the 
 ALGORITHMS = ("one_shot", "two_phase")
 AUTO, PLAIN = "auto", "plain"  # names beside the codecs: int8 where it pays, and thinwire's uncompressed path
 FP32, BF16 = "torch fp32", "torch bf16"  # what runs beside the entries
-CODECS = {"gloo": ("int8", "lloyd4", "lloyd2", "lloyd1", AUTO), "nccl": (PLAIN, "bf16", "int8", "lloyd4", "lloyd2")}
+CODECS = ("int8", "lloyd4", "lloyd2", "lloyd1", AUTO)
 WORLDS = (2, 4)
 NUMEL, SLOW_NUMEL, QUICK_NUMEL = 25_000_000, 8_000_000, 1 << 18
 SLOW = 1e9  # bits per second; below, SLOW_NUMEL: a run would take an hour
-NCCL_NUMELS = (1_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
-NCCL_QUICK_NUMELS = (1_000, 1_000_000)
-EFFORTS = {  # by backend, and whether it is quick
-    ("gloo", False): Effort(rounds=5, most=300, seconds=2.0),
-    ("gloo", True): Effort(rounds=3, most=20, seconds=0.2),
-    ("nccl", False): Effort(rounds=5, most=50, seconds=0.3),
-    ("nccl", True): Effort(rounds=3, most=10, seconds=0.1),
-}
+FULL = Effort(rounds=5, most=300, seconds=2.0)
+QUICK = Effort(rounds=3, most=20, seconds=0.2)
 
 
 @dataclass(frozen=True)
@@ -60,31 +51,27 @@ class TimedCodec:
         return f"{self.name} {self.algorithm}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCase(RankSetup):
-    """What is interleaved: rows that share their verb, world, link and size."""
+@dataclass(frozen=True)
+class CollectiveCase:
+    """What is interleaved: rows that share their verb, ranks and size."""
 
+    setup: RankSetup
     verb: str
     numel: int
     entries: tuple[TimedCodec, ...]
 
     @property
-    def setup(self) -> RankSetup:
-        return RankSetup(world=self.world, link=self.link, on_nccl=self.on_nccl)
-
-    @property
-    def averages(self) -> bool:
-        return self.on_nccl is not None and self.verb == "all_reduce"
+    def world(self) -> int:
+        return self.setup.world
 
     def __str__(self) -> str:
-        return f"{self.verb}, {self.numel} floats, world {self.world}, {self.link_name}"
+        return f"{self.verb}, {self.numel} floats, world {self.world}, {self.setup.link_name}"
 
 
 @dataclass
 class CallSample(Sample):
     lost: float = 0.0  # NMSE against the exact result
     digest: str = ""
-    repeats: bool = True  # a second call gave the same bytes; asked only where ranks hold different results
     algorithm: str = ""  # the one that ran
 
 
@@ -92,50 +79,42 @@ Parts = Sequence[dict[str, CallSample]]  # by rank, then by entry
 
 
 def run(
-    worlds: Sequence[int] = WORLDS,
-    link: ShapedLink | None = None,
+    setups: Sequence[RankSetup],
     *,
     numels: Sequence[int] | None = None,
     verbs: Sequence[str] = ("all_reduce",),
     codecs: Sequence[str] | None = None,
-    hosts: Sequence[int] | None = None,
     rounds: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives". `hosts`: on NCCL, as so many hosts; without `rounds`, as the clock allows."""
-    backend = "gloo" if hosts is None else "nccl"
-    if hosts is None:
-        setups = [RankSetup(world=world, link=link) for world in worlds]
-        usual: tuple[int, ...] = (
-            QUICK_NUMEL if quick else SLOW_NUMEL if link is not None and link.rate < SLOW else NUMEL,
-        )
-    else:
-        setups = [RankSetup(world=one.world, on_nccl=one) for one in nccl_ranks(worlds, hosts)]
-        usual = NCCL_QUICK_NUMELS if quick else NCCL_NUMELS
-    cases = []
-    for setup, verb, numel in product(setups, verbs, numels or usual):
-        timed = entries(codecs or CODECS[backend], verb, setup.world, setup.on_nccl)
-        whole = numel if verb in IN_PLACE else max(setup.world, numel - numel % setup.world)
-        cases.append(CollectiveCase(**vars(setup), verb=verb, numel=whole, entries=timed))
-    effort = Effort(rounds) if rounds else EFFORTS[backend, quick]
-    device = torch.device("cuda" if hosts else "cpu")
-    return collect("collectives", device, _rows(cases, effort, progress), launch.THREADS)
+    """A record of kind "collectives"; without `rounds`, as the clock allows."""
+    link = setups[0].link
+    usual = QUICK_NUMEL if quick else SLOW_NUMEL if link is not None and link.rate < SLOW else NUMEL
+    cases = [
+        case_of(setup, verb, numel, entries(codecs or CODECS, verb, setup.world))
+        for setup, verb, numel in product(setups, verbs, numels or [usual])
+    ]
+    effort = Effort(rounds) if rounds else QUICK if quick else FULL
+    return collect("collectives", setups[0].device(0), rows(cases, effort, progress), setups[0].threads)
 
 
-def entries(names: Sequence[str], verb: str, world: int, on_nccl: NcclRanks | None = None) -> tuple[TimedCodec, ...]:
-    """Codecs always compress, on NCCL in both algorithms of a sum; "auto" is int8 where it pays, "plain" is exact."""
-    if verb != "all_reduce":
-        algorithms: tuple[str, ...] = ("compressed",)
-    else:  # one of gloo: that which sends least
-        algorithms = ALGORITHMS if on_nccl is not None else ALGORITHMS[:1] if world == 2 else ALGORITHMS[1:]
+def case_of(setup: RankSetup, verb: str, numel: int, timed: Sequence[TimedCodec]) -> CollectiveCase:
+    """A tensor that is cut into parts has a number of elements that the ranks divide."""
+    whole = numel if verb in IN_PLACE else max(setup.world, numel - numel % setup.world)
+    return CollectiveCase(setup, verb, whole, tuple(timed))
+
+
+def entries(names: Sequence[str], verb: str, world: int) -> list[TimedCodec]:
+    """Codecs always compress, a sum by what sends least; "auto" is int8 where it pays, "plain" is exact."""
+    algorithm = "compressed" if verb != "all_reduce" else ALGORITHMS[world > 2]
     found = []
     for name in names:
         if name in (AUTO, PLAIN):
             found.append(TimedCodec(name, codec("int8" if name == AUTO else "none"), name))
         else:
-            found += [TimedCodec(str(codec(name)), codec(name), algorithm) for algorithm in algorithms]
-    return tuple(dict.fromkeys(found))
+            found.append(TimedCodec(str(codec(name)), codec(name), algorithm))
+    return list(dict.fromkeys(found))
 
 
 def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: int) -> float:
@@ -148,7 +127,7 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
     return (2 if verb == "all_reduce" else 1) * (world - 1) / world * wire
 
 
-def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
+def rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
     """Ranks stay for all cases of a world and placement, which follow each other."""
     for setup, of_setup in groupby(progress(cases), lambda case: case.setup):
         with launch.ranks(setup) as world:
@@ -157,35 +136,26 @@ def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
+    link = case.setup.link
     for entry in case.entries:
         samples = [part[entry.key] for part in parts]
-        same = len({sample.digest for sample in samples}) == 1
+        ran = samples[0].algorithm
+        least = bytes_formula(case.verb, ran, case.world, entry.codec, case.numel)
+        ms = median(timing.slowest(parts, entry.key))
         yield {
             "verb": case.verb,
             "codec": entry.name,
-            "algorithm": samples[0].algorithm,
+            "algorithm": ran,
             "numel": case.numel,
-            **_byte_columns(case, entry, parts),
+            # Torch's own verbs do not use thinwire's transport: what they send over loopback is unknown.
+            "bytes_per_rank": timing.sent(parts, entry.key, "interface_bytes" if link else "transport_bytes") or None,
+            "bytes_formula": least,
+            "wire_limit_share": 8e3 * least / link.rate / ms if link else None,
             "rel_error": max(math.sqrt(sample.lost) for sample in samples),
-            "identical": same if case.verb in SHARED else all(sample.repeats for sample in samples),
+            "identical": len({sample.digest for sample in samples}) == 1 if case.verb in SHARED else None,
             **timing.beside(parts, entry.key, FP32, BF16),
-            **case.columns(),
-            **({} if case.on_nccl is None else {"asked": entry.algorithm}),
+            **case.setup.columns(),
         }
-
-
-def _byte_columns(case: CollectiveCase, entry: TimedCodec, parts: Parts) -> Row:
-    algorithm = parts[0][entry.key].algorithm
-    least = bytes_formula(case.verb, algorithm, case.world, entry.codec, case.numel)
-    # Torch's own verbs do not use thinwire's transport: what they send over loopback is unknown.
-    sent = timing.sent(parts, entry.key, "transport_bytes") or None
-    ms = median(timing.slowest(parts, entry.key))
-    return {
-        "bytes_per_rank": timing.sent(parts, entry.key, "interface_bytes") if case.link else sent,
-        "bytes_formula": least,
-        "wire_limit_share": 8e3 * least / case.link.rate / ms if case.link else None,
-        "bytes_sent": sent,
-    }
 
 
 # The ranks' side.
@@ -198,7 +168,7 @@ def measure(case: CollectiveCase, effort: Effort) -> dict[str, CallSample]:
         for name in bench.calls:
             bench.check(name)
         bench.samples[NOTHING] = CallSample()
-        how: dict[str, Any] = {"prepare": bench.restore, "device": bench.out.device, "shaped": case.link is not None}
+        how: dict[str, Any] = {"prepare": bench.restore, "device": bench.out.device, "shaped": bool(case.setup.link)}
         timing.take(bench.calls, bench.samples, effort, transport=lambda name: collectives.traffic().sent, **how)
     return bench.samples
 
@@ -209,12 +179,12 @@ class _RankBench:
     def __init__(self, case: CollectiveCase) -> None:
         self.case = case
         rank = dist.get_rank()
-        device = case.device(rank)
+        device = case.setup.device(rank)
         self.source = inputs(rank, case, device)
         parts = case.world if case.verb == "reduce_scatter_tensor" else 1
         self.out = torch.empty(case.numel // parts, device=device)
         self.exact = exact(rank, case, device)
-        self.torch = _average if case.averages else TORCH[case.verb]
+        self.torch = TORCH[case.verb]
         self.calls: dict[str, Call] = {FP32: lambda: self.torch(self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
@@ -240,10 +210,7 @@ class _RankBench:
     def _compressed(self, entry: TimedCodec) -> Call:
         verb = getattr(collectives, self.case.verb)
         given = {"all_reduce": (self.out,), "broadcast": (self.out, 0)}.get(self.case.verb, (self.out, self.source))
-        how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm}
-        if self.case.averages:
-            how["op"] = dist.ReduceOp.AVG
-        return lambda: verb(*given, **how)
+        return lambda: verb(*given, codec=entry.codec, algorithm=entry.algorithm)
 
     def check(self, name: str) -> None:
         """Call once, and compare the result with the exact one; it warms up what is timed later, too."""
@@ -252,9 +219,6 @@ class _RankBench:
         error = self.exact - self.out.double()
         sample.lost = float(error.square().sum() / self.exact.square().sum())
         sample.digest = timing.digest([self.out])
-        if self.case.verb not in SHARED:
-            self._call(name)
-            sample.repeats = timing.digest([self.out]) == sample.digest
 
     def restore(self) -> None:
         if self.case.verb in IN_PLACE:
@@ -276,10 +240,6 @@ TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-def _average(out: Tensor, source: Tensor) -> object:
-    return dist.all_reduce(out, dist.ReduceOp.AVG)
-
-
 def inputs(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor:
     """A rank's input: standard normal, the same whichever rank asks."""
     numel = case.numel // case.world if case.verb == "all_gather_into_tensor" else case.numel
@@ -299,6 +259,4 @@ def exact(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor
     total = torch.zeros(case.numel, dtype=torch.float64, device=device)
     for found in every:
         total += found
-    if case.averages:
-        total /= case.world
     return total[part].clone() if case.verb == "reduce_scatter_tensor" else total

@@ -11,14 +11,15 @@ from thinwire.tools.local.launch import RankSetup
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)  # bytes
 
 
-def run(setup: RankSetup, sizes: Sequence[int] = SIZES, progress: Progress = iter) -> Record:
+def run(setups: Sequence[RankSetup], sizes: Sequence[int] = SIZES, progress: Progress = iter) -> Record:
     """A record of kind "link". Of the ranks of torchrun every one has all rows."""
-    device = setup.device(0)
+    device = setups[0].device(0)
 
     def rows() -> Generator[Row]:
-        with launch.ranks(setup) as ranks:
-            for size in progress(sizes):
-                yield row_of(ranks.run(torchrun.exchange_s, size, device), size, setup.link_name, setup.backend)
+        for setup in setups:
+            with launch.ranks(setup) as ranks:
+                for size in progress(sizes):
+                    yield row_of(ranks.run(torchrun.exchange_s, size, device), size, setup.link_name, setup.backend)
 
     return collect("link", device, rows())
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
+TransformerBlock = nn.TransformerEncoderLayer
 
 
 def mlp(*sizes: int) -> nn.Module:
@@ -24,11 +27,12 @@ def loss_of(network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
 class Transformer(nn.Module):
     """Pre-norm, causal attention; positions are learned; tied: the head has the weights of the letters."""
 
-    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, *, tied: bool = False) -> None:
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> None:
         super().__init__()
+        how: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
         self.letters = nn.Embedding(letters, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, 4 * width, **how) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, letters, bias=False)
         for embedding in (self.letters, self.places):
@@ -38,37 +42,11 @@ class Transformer(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         x_BTD = self.letters(codes) + self.places.weight[: codes.shape[-1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        causal = nn.Transformer.generate_square_subsequent_mask(codes.shape[-1], x_BTD.device, x_BTD.dtype)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, src_mask=causal, is_causal=True)
+        logits: Tensor = self.head(self.norm(x_BTD))
         return logits
-
-
-class TransformerBlock(nn.Module):
-    """Attention and a feed-forward part, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
-        added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
-        return x_BTD + added
-
-    def turned(self, x_BHTD: Tensor) -> Tensor:
-        """Queries or keys with their positions, for subclasses in benchmarks/; here the input has them."""
-        return x_BHTD
-
-    def _attend(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
-        result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
-        return result
 
 
 @dataclass(frozen=True)
@@ -99,8 +77,8 @@ class StepModel:
 
 
 MODELS = {
-    "mlp-1m": StepModel(lambda: mlp(64, 512, 1024, 512, 10), nn.Linear, (32, 64), 10),
-    "mlp-25m": StepModel(lambda: mlp(64, 3520, 3520, 3520, 10), nn.Linear, (32, 64), 10),
-    "gpt-3m": StepModel(lambda: Transformer(256, 512, 256, 4, 4), TransformerBlock, (8, 512), 256),
-    "gpt-124m": StepModel(lambda: Transformer(50304, 1024, 768, 12, 12, tied=True), TransformerBlock, (4, 1024), 50304),
+    "mlp-1m": StepModel(partial(mlp, 64, 512, 1024, 512, 10), nn.Linear, (32, 64), 10),
+    "mlp-25m": StepModel(partial(mlp, 64, 3520, 3520, 3520, 10), nn.Linear, (32, 64), 10),
+    "gpt-3m": StepModel(partial(Transformer, 256, 512, 256, 4, 4), TransformerBlock, (8, 512), 256),
+    "gpt-124m": StepModel(partial(Transformer, 50304, 1024, 768, 12, 12, True), TransformerBlock, (4, 1024), 50304),
 }

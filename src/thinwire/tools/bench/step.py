@@ -1,8 +1,8 @@
 """A training step with each codec, beside plain torch and torch's bf16, interleaved: DDP or FSDP2.
 
 A step is a forward pass, a backward pass and SGD at a rate of zero, all schemes by turns, each after a barrier; it
-takes as long as on its slowest rank. A scheme is named by its codec: int8, auto, lloyd2@ef21 (with that feedback); for
-FSDP2 by the codecs of gradients and weights, lloyd4/int8, lloyd4/lloyd4@replica.
+takes as long as on its slowest rank. A scheme is named by its codec: int8, auto; for FSDP2 by the codecs of gradients
+and weights, lloyd4/int8, lloyd4/lloyd4@replica.
 """
 
 import gc
@@ -29,8 +29,6 @@ from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import NOTHING, Call, Effort, Sample
 from thinwire.tools.local import launch
 from thinwire.tools.local.launch import RankSetup
-from thinwire.tools.local.link import ShapedLink
-from thinwire.tools.local.torchrun import RankPlace
 
 DDP, FSDP2 = "ddp", "fsdp2"
 VERBS = {DDP: "ddp_step", FSDP2: "fsdp_step"}
@@ -50,7 +48,6 @@ class StepScheme:
 
     name: str
     codec: str | None = None  # None: torch's own
-    feedback: str = "auto"
     weights: str = "none"
     replica: bool = False
 
@@ -66,16 +63,16 @@ def parse(text: str, parallel: str = DDP) -> StepScheme:
     if text in (NONE, BF16):
         return StepScheme(text)
     gradients, paired, rest = text.partition("/")
-    name, named, feedback = gradients.partition("@")
     weights, _, how = rest.partition("@")
     if paired and parallel == DDP:
         raise CodecError(f"{text!r}: gradients/weights goes with --parallel fsdp2")
     if how not in ("", "replica"):
         raise CodecError(f"{text!r}: expected @replica after the codec of weights, got @{how}")
-    spelled = name if name == "auto" and parallel == DDP else str(codec(name))
-    kept = str(codec(weights)) if paired else "none"
-    full = f"{spelled}{named}{feedback}" + (f"/{kept}{'@replica' if how else ''}" if paired else "")
-    return StepScheme(full, spelled, feedback or "auto", kept, bool(how))
+    spelled = gradients if gradients == "auto" and parallel == DDP else str(codec(gradients))
+    if not paired:
+        return StepScheme(spelled, spelled)
+    kept = str(codec(weights))
+    return StepScheme(f"{spelled}/{kept}{'@replica' if how else ''}", spelled, kept, bool(how))
 
 
 def lineup(names: Sequence[str], parallel: str = DDP) -> tuple[StepScheme, ...]:
@@ -94,8 +91,7 @@ class Replica:
         self.optimizer = optimizer
         self.model = DistributedDataParallel(network, init_sync=False)  # a seed made them alike
         if scheme.codec is not None:
-            how: dict[str, Any] = {"feedback": scheme.feedback, "optimizer": optimizer}
-            self.handle = compress_ddp(self.model, scheme.codec, **how)
+            self.handle = compress_ddp(self.model, scheme.codec, optimizer=optimizer)
         elif scheme.name == BF16:
             self.model.register_comm_hook(None, torch_bf16)
 
@@ -141,7 +137,7 @@ class ShardedReplica(Replica):
         if scheme.codec is not None:
             from thinwire.integrations import compress_fsdp  # much of torch comes with it
 
-            how: dict[str, Any] = {"feedback": scheme.feedback, "replica": scheme.replica, "optimizer": optimizer}
+            how: dict[str, Any] = {"replica": scheme.replica, "optimizer": optimizer}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # narrow weights cost accuracy, which is not measured here
                 self.handle = compress_fsdp(network, scheme.codec, scheme.weights, **how)
@@ -171,20 +167,18 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], *, narrow: bool = Fal
     fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # of the loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCase(RankSetup):
+@dataclass(frozen=True)
+class StepCase:
     """What is interleaved: the schemes of one world."""
 
+    setup: RankSetup
     schemes: tuple[StepScheme, ...]  # torch's own two first
-    model: str
+    name: str
+    model: StepModel
     parallel: str = DDP
 
-    @property
-    def of(self) -> StepModel:
-        return MODELS[self.model]
-
     def __str__(self) -> str:
-        return f"{VERBS[self.parallel]} of {self.model}, world {self.world}, {self.link_name}"
+        return f"{VERBS[self.parallel]} of {self.name}, world {self.setup.world}, {self.setup.link_name}"
 
 
 @dataclass
@@ -195,10 +189,8 @@ class StepSample(Sample):
 
 
 def run(
-    worlds: Sequence[int] = (2,),
-    link: ShapedLink | None = None,
+    setups: Sequence[RankSetup],
     *,
-    place: RankPlace | None = None,
     model: str | None = None,
     parallel: str = DDP,
     codecs: Sequence[str] | None = None,
@@ -206,32 +198,28 @@ def run(
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step.
-
-    `place`: by the ranks that torchrun started, of which every one has all rows; else ranks are started here.
-    """
-    device = torch.device("cpu") if place is None else place.device
-    how: dict[str, Any] = {"link": link, "place": place}
+    """A record of kind "collectives" whose verbs are ddp_step or fsdp_step; every rank of torchrun has it."""
+    device = setups[0].device(0)
     name = model or ("mlp-1m" if quick else MODEL[device.type])
     schemes = lineup(codecs or CODECS[parallel], parallel)
-    cases = [StepCase(world=world, model=name, parallel=parallel, schemes=schemes, **how) for world in worlds]
+    cases = [StepCase(setup, schemes, name, MODELS[name], parallel) for setup in setups]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
     def rows() -> Generator[Row]:
         for case in progress(cases):
-            with launch.ranks(RankSetup(world=case.world, **how)) as ranks:
+            with launch.ranks(case.setup) as ranks:
                 yield from rows_of(case, ranks.run(measure, case, effort))
 
-    return collect("collectives", device, rows(), cases[0].threads)
+    return collect("collectives", device, rows(), setups[0].threads)
 
 
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
-    counter = "interface_bytes" if case.link else "transport_bytes"
+    counter = "interface_bytes" if case.setup.link else "transport_bytes"
     for scheme in case.schemes:
         samples = [part[scheme.name] for part in parts]
         yield {
             "verb": VERBS[case.parallel],
-            "model": case.model,
+            "model": case.name,
             "codec": scheme.name,
             "algorithm": "plain" if scheme.codec is None else "compressed",
             "feedback": samples[0].feedback,
@@ -241,7 +229,7 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "identical": len({sample.digest for sample in samples}) == 1,
             "compute_ms": median(timing.slowest(parts, COMPUTE)) if COMPUTE in parts[0] else None,
             **timing.beside(parts, scheme.name, NONE, BF16),
-            **case.columns(),
+            **case.setup.columns(),
         }
 
 
@@ -251,10 +239,9 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
 def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     """This rank's times; all ranks run it together."""
     rank = dist.get_rank()
-    device = case.device(rank)
-    model = case.of
-    batch = cast(Batch, tuple(part.to(device) for part in model.batch(rank)))
-    replicas = {scheme.name: _replica(case, scheme, model.build().to(device)) for scheme in case.schemes}
+    device = case.setup.device(rank)
+    batch = cast(Batch, tuple(part.to(device) for part in case.model.batch(rank)))
+    replicas = {scheme.name: _replica(case, scheme, case.model.build().to(device)) for scheme in case.schemes}
     calls: dict[str, Call] = {name: partial(replica.step, batch) for name, replica in replicas.items()}
     samples = {NOTHING: StepSample()}
     for name, replica in replicas.items():  # one after the other: an automatic codec times its own steps in a row
@@ -272,7 +259,7 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
     if case.parallel == DDP:
         calls[COMPUTE], samples[COMPUTE] = alone, StepSample()
-    timing.take(calls, samples, effort, shaped=case.link is not None, transport=sent, device=device)
+    timing.take(calls, samples, effort, shaped=bool(case.setup.link), transport=sent, device=device)
     for replica in replicas.values():
         replica.close()
     gc.collect()  # DDP and its hooks refer to each other
@@ -281,6 +268,6 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
 def _replica(case: StepCase, scheme: StepScheme, network: nn.Module) -> Replica:
     if case.parallel == FSDP2:
-        shard(network, case.of.blocks(network), narrow=scheme.name == BF16)
+        shard(network, case.model.blocks(network), narrow=scheme.name == BF16)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     return (ShardedReplica if case.parallel == FSDP2 else Replica)(scheme, network, optimizer)

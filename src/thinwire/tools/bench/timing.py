@@ -1,13 +1,12 @@
 """Calls that all ranks make together, timed by turns on each rank (`take`), and the columns made of those times."""
 
-import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -114,17 +113,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch, and thinwire's kernels with it, use `count` threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # Columns.
 
 
@@ -141,11 +129,6 @@ def columns(times: Sequence[float]) -> Row:
 def mean(values: Sequence[float]) -> float | None:
     """The mean over seeds; None where there is none, or where one of them diverged."""
     return fmean(values) if values and all(map(math.isfinite, values)) else None
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean; None where there is no mean, or one seed."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 and mean(values) is not None else None
 
 
 def slowest(samples: Samples, name: str, clock: str = "ms") -> list[float]:

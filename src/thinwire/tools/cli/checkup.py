@@ -36,7 +36,7 @@ def examine() -> Iterator[Finding]:
     yield from _asked_backend()
     yield from _native()
     yield from _other_backends()
-    yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
+    yield _triton()
     yield _cuda()
     yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
     yield _transport("nccl", "collectives on GPU tensors need it: install a CUDA build of torch")
@@ -97,14 +97,12 @@ def _same_bytes(name: str, backend: Backend, device: torch.device, few: bool = F
     return Finding(name, True, f"{compared} results have the bytes of the reference{of}")
 
 
-def _package(name: str, module: str, todo: str) -> Finding:
+def _triton() -> Finding:
     try:
-        version = getattr(importlib.import_module(module), "__version__", "importable")
-    except ImportError:
-        return Finding(name, None, "not installed", todo)
+        return Finding("triton", True, importlib.import_module("triton").__version__)
     except Exception as error:  # a broken install may throw anything, and is the finding
-        return Finding(name, None, f"does not import ({type(error).__name__}: {error})", todo)
-    return Finding(name, True, str(version))
+        todo = "GPU kernels need it: install a CUDA build of torch"
+        return Finding("triton", None, f"does not import ({type(error).__name__}: {error})", todo)
 
 
 def _cuda() -> Finding:

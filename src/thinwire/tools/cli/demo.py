@@ -21,9 +21,7 @@ from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
 from thinwire.tools.report import tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
 
-CODECS = (
-    f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto, lloyd2@ef21. bf16 is torch's hook."
-)
+CODECS = f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto. bf16 is torch's hook."
 STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
 LINK = "A shaped link for every rank, or loopback; default 1gbit where network namespaces work, else loopback."
 LOOPBACK = "loopback"

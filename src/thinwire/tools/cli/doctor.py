@@ -94,8 +94,7 @@ def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
 
 
 def _print_json(found: "Found") -> None:
-    rates = dict(enumerate(found.received))
-    ranks = [{"rank": rank, **said, "received": rates.get(rank, {})} for rank, said in found.ranks.items()]
+    ranks = [{"rank": rank, **said} for rank, said in found.ranks.items()]
     answer = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
     typer.echo(json.dumps(answer, indent=1))
 
@@ -104,17 +103,13 @@ def _print_table(found: "Found") -> None:
     from thinwire.tools.report.cells import TextGrid, significant
     from thinwire.tools.report.tables import show_grid
 
-    header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire", "Gbit/s", "slowest"]
-    rows = []
-    for rank, description in found.ranks.items():
-        came = found.received[rank] if found.received else {}
-        slowest = min(came, key=lambda sender: came[sender], default=None)
-        before = significant(came.get((rank - 1) % found.world), 8e-9)
-        least = "–" if slowest is None else f"{significant(came[slowest], 8e-9)} from {slowest}"
-        said = [str(description.get(name, "?")) for name in header[1:-2]]
-        rows.append([str(rank), *said, before, least])
-    how = "Gbit/s: what comes from the rank before; slowest: from any rank. All send at once"
-    show_grid(TextGrid(f"{len(rows)} of {found.world} ranks. {how}", header, rows, labels=8), screen.console())
+    header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire"]
+    rows = [
+        [str(rank), *(str(said.get(name, "?")) for name in header[1:]), significant(said.get("gbit_per_s"))]
+        for rank, said in found.ranks.items()
+    ]
+    title = f"{len(rows)} of {found.world} ranks. Gbit/s: what comes from the rank before, while all send"
+    show_grid(TextGrid(title, [*header, "Gbit/s"], rows, labels=8), screen.console())
     for problem in found.problems:
         _say(False, problem)
     if not found.problems:

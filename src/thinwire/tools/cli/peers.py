@@ -1,17 +1,17 @@
 """What `thinwire doctor --peers` looks at: whether the ranks of a job see each other and agree, and how fast they are.
 
 Ranks meet in a store at MASTER_ADDR:MASTER_PORT: torchrun's own where it started them, else one of rank 0. Each leaves
-a description of itself there; rank 0 compares them and shares the problems. Without problems all exchange messages.
-Every wait has a limit; a rank that has not answered by then is missing.
+a description of itself there and compares all of them. Without problems all exchange messages. Every wait has a limit;
+a rank that has not come by then is missing.
 """
 
+import contextlib
 import json
 import os
 import platform
 import re
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -27,10 +27,7 @@ from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
 _GRACE_S = 5.0  # for reading what others have said already
-_POLL_S = 0.02
-_MEASURE_S = 3.0  # of all exchanges together, about
-_ROUNDS = 3
-_SMALL, _LARGE = 1 << 16, 1 << 25  # bytes of the first message, which decides the size of the others; at most
+_MESSAGE = 1 << 22  # bytes
 _SAME = "Install the same everywhere"
 # What ranks have to agree on: its name, and what to do where they do not.
 _AGREED = {
@@ -39,33 +36,40 @@ _AGREED = {
     "wire": ("the wire format", "Install the same thinwire everywhere"),
     "backend": ("backend", "Give every rank a GPU of its own, or set CUDA_VISIBLE_DEVICES= to hide them all"),
 }
-Description = Mapping[str, Any]  # of a rank, by itself
+Description = dict[str, Any]  # of a rank, by itself
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result on rank 0; a missing rank has no description. Other ranks know only the problems."""
+    """The result; a missing rank has no description."""
 
     world: int
     ranks: Mapping[int, Description]
     problems: list[str]
-    received: list[dict[int, float]]  # by rank: bytes per second from each other rank
 
 
 def examine(place: RankPlace, patience_s: float) -> Found:
     """Compare the ranks; measure rates only if they agree, since a disagreement may leave ranks waiting."""
     store = meet(place, patience_s)  # kept to the end: others may still use it
     store.set(f"rank/{place.rank}", json.dumps(describe(place)))
-    received: list[dict[int, float]] = []
-    ranks, problems = _compare(store, place, patience_s) if place.rank == 0 else ({}, _answer(store, place, patience_s))
-    if not problems:
+    try:
+        ranks = {rank: json.loads(said) for rank, said in _said(store, "rank", range(place.world), patience_s).items()}
+        problems = [*_absent(ranks, place, patience_s), *disagreements(ranks), *unreachable(ranks)]
+        store.set(f"read/{place.rank}", "")
+        if place.rank == 0:  # the store may end with this process
+            _said(store, "read", list(ranks), _GRACE_S)
+    except RuntimeError as error:
+        silent = f"rank {place.rank} lost rank 0's store ({_line(error)})"
+        raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
+    if not problems and place.world > 1:
         try:
-            received = exchange(place, patience_s)
+            rates = exchange(place, patience_s)
         except ThinwireError as error:
             if place.rank:
                 raise
-            problems = [str(error)]
-    return Found(place.world, ranks, problems, received)
+            return Found(place.world, ranks, [str(error)])
+        ranks = {rank: {**said, "gbit_per_s": rates[rank]} for rank, said in ranks.items()}
+    return Found(place.world, ranks, problems)
 
 
 def meet(place: RankPlace, patience_s: float) -> Any:
@@ -87,42 +91,18 @@ def meet(place: RankPlace, patience_s: float) -> Any:
     return c10d.PrefixStore(f"thinwire/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 
 
-def _compare(store: Any, place: RankPlace, patience_s: float) -> tuple[dict[int, Description], list[str]]:
-    """On rank 0: all descriptions, and the problems, which it shares."""
-    ranks = _said(store, "rank", range(place.world), patience_s)
-    problems = [*disagreements(ranks), *unreachable(ranks)]
+def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, bytes]:
+    """What these ranks set in time."""
+    with contextlib.suppress(dist.DistStoreError):  # it does not say who is missing
+        store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
+    return {rank: store.get(f"{what}/{rank}") for rank in ranks if store.check([f"{what}/{rank}"])}
+
+
+def _absent(ranks: Mapping[int, Description], place: RankPlace, patience_s: float) -> Iterator[str]:
     if absent := [rank for rank in range(place.world) if rank not in ranks]:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
-        problems.insert(0, f"{late}: start every rank, and let each reach {where}")
-    store.set("problems", json.dumps(problems))
-    # The store may end with this process: it stays until those who came have read the problems.
-    _said(store, "read", [rank for rank in ranks if rank], _GRACE_S)
-    return ranks, problems
-
-
-def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
-    """The values these ranks set in time; the store's own wait would not say who is missing."""
-    found: dict[int, Any] = {}
-    deadline = time.monotonic() + patience_s
-    while len(found) < len(ranks) and time.monotonic() < deadline:
-        for rank in ranks:
-            if rank not in found and store.check([f"{what}/{rank}"]):
-                found[rank] = json.loads(store.get(f"{what}/{rank}"))
-        time.sleep(_POLL_S)
-    return dict(sorted(found.items()))
-
-
-def _answer(store: Any, place: RankPlace, patience_s: float) -> list[str]:
-    """The problems that rank 0 found, which may have waited for others first."""
-    try:
-        store.wait(["problems"], timedelta(seconds=patience_s + _GRACE_S))
-        problems: list[str] = json.loads(store.get("problems"))
-        store.set(f"read/{place.rank}", "true")
-    except RuntimeError as error:  # no answer in time, or the store went away
-        silent = f"rank {place.rank} heard nothing from rank 0 within {patience_s + _GRACE_S:g} s ({_line(error)})"
-        raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
-    return problems
+        yield f"{late}: start every rank, and let each reach {where}"
 
 
 def describe(place: RankPlace) -> Description:
@@ -131,7 +111,6 @@ def describe(place: RankPlace) -> Description:
     return {
         "host": socket.gethostname(),
         "interface": way_out(backend),
-        "route": route(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": backend,
         "world": place.world,
@@ -157,22 +136,21 @@ def disagreements(ranks: Mapping[int, Description]) -> list[str]:
 
 def unreachable(ranks: Mapping[int, Description]) -> list[str]:
     """Ranks whose messages would stay on loopback although there are several machines."""
-    if len({said["route"] for said in ranks.values()}) == 1:
+    if len({said["host"] for said in ranks.values()}) == 1:
         return []
     return [
         f"rank {rank} on {said['host']} uses {said['interface']}, which no other machine reaches: set "
         f"{said['backend'].upper()}_SOCKET_IFNAME there to its interface towards the others"
-        + (f", the one of {said['route']}" if not said["route"].startswith("127.") else "")
         for rank, said in ranks.items()
         if said["interface"].startswith("127.") or said["interface"] == "lo"
     ]
 
 
-def exchange(place: RankPlace, patience_s: float) -> list[dict[int, float]]:
-    """By rank: the bytes per second that come from each other rank. ThinwireError where that cannot be measured."""
+def exchange(place: RankPlace, patience_s: float) -> list[float]:
+    """By rank: the Gbit/s that come from the rank before, while all send. ThinwireError where nothing comes."""
     try:
         with torchrun.job(place.device, timedelta(seconds=patience_s)):
-            mine = _rates(place.device)
+            mine = 8e-9 * _MESSAGE / median(torchrun.exchange_s(_MESSAGE, place.device))
             found = [mine] * place.world
             dist.all_gather_object(found, mine)
             return found
@@ -181,43 +159,14 @@ def exchange(place: RankPlace, patience_s: float) -> list[dict[int, float]]:
         raise ThinwireError(f"rank {place.rank} could not exchange: {_line(error)}; {todo}") from None
 
 
-def _rates(device: torch.device) -> dict[int, float]:
-    """Bytes per second by sender. All ranks send at once, each to the one `shift` ranks further on."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1:
-        return {}
-    once = median(torchrun.exchange_s(_SMALL, device, rounds=_ROUNDS))
-    first_s = torch.tensor(once, dtype=torch.float64, device=device)
-    dist.all_reduce(first_s, dist.ReduceOp.MAX)
-    share_s = _MEASURE_S / (world - 1) / (_ROUNDS + 1)
-    size = min(max(_SMALL, int(_SMALL * share_s / float(first_s))), _LARGE)
-    taken = {shift: torchrun.exchange_s(size, device, shift=shift, rounds=_ROUNDS) for shift in range(1, world)}
-    return {(rank - shift) % world: size / median(times) for shift, times in taken.items()}
-
-
 def way_out(backend: str) -> str:
-    """The interface this rank's messages leave by, or their address.
-
-    gloo takes the address the hostname resolves to, or loopback. NCCL usually chooses what leads to the others.
-    """
-    if named := os.environ.get(f"{backend.upper()}_SOCKET_IFNAME"):
-        return named
+    """The interface this rank's messages leave by, or its address: gloo takes that of the hostname, or loopback."""
     if backend == "nccl":
-        return route()
+        return os.environ.get("NCCL_SOCKET_IFNAME", "chosen by NCCL")
     try:
-        return socket.gethostbyname(socket.gethostname())
+        return os.environ.get("GLOO_SOCKET_IFNAME") or socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
-
-
-def route() -> str:
-    """The address from which this machine would reach MASTER_ADDR; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-            return str(asked.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def _names(ranks: Sequence[int]) -> str:

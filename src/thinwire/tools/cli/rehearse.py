@@ -35,7 +35,7 @@ def command(
     like: from those, a difference is given in tokens, too). The command sets codec, ranks and seed. `null` is the
     uncompressed run with a relative noise of 1e-6: what chance alone does.
 
-    \\b
+    \b
     Example:
       thinwire rehearse train.py --codecs int8,lloyd4,lloyd2 --world 8 --seeds 3
       thinwire rehearse train.py --json rehearsal.json --page rehearsal.md -- --epochs 1

@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,10 @@ class DemoPlan:
     rate: float = 3e-3
     judged: int = 1 << 14  # characters that a loss is taken over
     effort: Effort = EFFORT
+
+    @property
+    def setup(self) -> RankSetup:
+        return RankSetup(world=self.world, link=self.link)
 
     def network(self, seed: int) -> nn.Module:
         """As a seed makes it, on every rank the same. torch's generator is left as it was."""
@@ -90,30 +94,19 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
     return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoCase(StepCase):
-    """The steps that are timed: of the demo's own network."""
-
-    plan: DemoPlan
-
-    @property
-    def of(self) -> StepModel:
-        batch = (self.plan.rows, self.plan.context)
-        return StepModel(partial(self.plan.network, 0), TransformerBlock, batch, len(help_pages()[0]))
-
-
-def case_of(plan: DemoPlan) -> DemoCase:
-    """torch's bf16 hook is always timed."""
+def case_of(plan: DemoPlan) -> StepCase:
+    """The steps that are timed: of the demo's own network, and always torch's bf16 hook among them."""
     timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))
-    return DemoCase(world=plan.world, link=plan.link, schemes=timed, model="demo", plan=plan)
+    network = partial(plan.network, 0)
+    model = StepModel(network, TransformerBlock, (plan.rows, plan.context), len(help_pages()[0]))
+    return StepCase(plan.setup, timed, "demo", model)
 
 
 @dataclass(frozen=True)
 class Trained:
     """One rank's result of a training run."""
 
-    loss: float  # a sum over its part of the text
-    count: int  # of the letters in it
+    loss: float  # nats per letter of its part of the text held out of training
     digest: str
     feedback: str
     params: int
@@ -139,7 +132,7 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
-    with launch.ranks(RankSetup(world=plan.world, link=plan.link)) as world:
+    with launch.ranks(plan.setup) as world:
         for case in progress([STEP_TIMES, *runs]):
             if case == STEP_TIMES:
                 times = world.run(step.measure, case_of(plan), plan.effort)
@@ -155,7 +148,9 @@ def row_of(
     plan: DemoPlan, scheme: StepScheme, results: dict[str, list[list[Trained]]], times: Sequence[dict[str, StepSample]]
 ) -> Row:
     mine = results[scheme.name]
-    losses, fp32 = (dict(enumerate(map(_loss, found))) for found in (mine, results[NONE]))
+    losses, fp32 = (
+        {seed: fmean(one.loss for one in ranks) for seed, ranks in enumerate(found)} for found in (mine, results[NONE])
+    )
     finite = all(map(math.isfinite, losses.values()))
     gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
     ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
@@ -167,7 +162,7 @@ def row_of(
     if sent is None and scheme.name in RING_BYTES:  # torch's own all_reduce, over loopback: by formula
         sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * params, "formula"
     return {
-        **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name.partition("@")[0]},
+        **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name},
         **{"feedback": mine[0][0].feedback, "world": plan.world, "link": str(plan.link or "loopback")},
         **{"seeds": plan.seeds, "steps": plan.steps, "batch": plan.rows, "params": params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
@@ -180,11 +175,6 @@ def row_of(
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         **{"peer": scheme.name == BF16, "threads": launch.THREADS, "cores": os.cpu_count()},
     }
-
-
-def _loss(ranks: Sequence[Trained]) -> float:
-    """Of one seed, in nats per letter that was held out of training."""
-    return sum(one.loss for one in ranks) / sum(one.count for one in ranks)
 
 
 # The ranks' side.
@@ -206,13 +196,13 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     del replica
     gc.collect()  # DDP and its hooks refer to each other
     params = sum(parameter.numel() for parameter in network.parameters())
-    return Trained(*judged, timing.digest(network.parameters()), feedback, params)
+    return Trained(judged, timing.digest(network.parameters()), feedback, params)
 
 
-def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> tuple[float, int]:
-    """The sum of losses over windows side by side, and how many letters they hold."""
+def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:
+    """The mean loss over windows side by side, as many on every rank."""
     text = text[: plan.judged // plan.world]
     count = (len(text) - 1) // plan.context
     inputs, targets = (text[i : i + count * plan.context].view(count, plan.context) for i in (0, 1))
     batches = zip(inputs.split(64), targets.split(64), strict=True)
-    return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches), targets.numel()
+    return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches) / targets.numel()

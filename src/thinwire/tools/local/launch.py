@@ -3,8 +3,8 @@
     with launch.ranks(RankSetup(world=4)) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks that are started here run gloo over loopback, or each on a host behind a shaped link, or NCCL. They live and die
-with the block: a rank that loses the pipe to this process exits, whatever it was doing.
+Ranks that are started here run gloo over loopback, or each on a host behind a shaped link. They live and die with the
+block: a rank that loses the pipe to this process exits, whatever it was doing.
 """
 
 import contextlib
@@ -32,7 +32,6 @@ import torch.distributed as dist
 from thinwire.errors import ThinwireError
 from thinwire.tools.local import link as links, torchrun
 from thinwire.tools.local.link import ShapedLink
-from thinwire.tools.local.nccl import NcclRanks
 from thinwire.tools.local.torchrun import BACKENDS, RankPlace
 
 STOP_S = 20.0
@@ -46,20 +45,17 @@ class RankError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """How ranks run: gloo over loopback or a shaped link, one rank per host; on NCCL; or as torchrun started them."""
+    """How ranks run: gloo over loopback or a shaped link, one rank per host; or as torchrun started them."""
 
     world: int
     link: ShapedLink | None = None
     place: RankPlace | None = None
-    on_nccl: NcclRanks | None = None
 
     @property
     def link_name(self) -> str:
-        return self.on_nccl.link if self.on_nccl else "torchrun" if self.place else str(self.link or "loopback")
+        return "torchrun" if self.place else str(self.link or "loopback")
 
     def device(self, rank: int) -> torch.device:
-        if self.on_nccl:
-            return self.on_nccl.gpu(rank)
         return self.place.device if self.place else torch.device("cpu")
 
     @property
@@ -72,22 +68,17 @@ class RankSetup:
 
     def columns(self) -> dict[str, str | int | bool | None]:
         """Where a row's ranks ran."""
-        where = {"world": self.world, "nodes": None, "link": self.link_name, "threads": self.threads}
-        where |= {"cores": os.cpu_count(), "backend": self.backend}
-        return where | self.on_nccl.columns() if self.on_nccl else where
+        where = {"link": self.link_name, "backend": self.backend}
+        return {**where, "world": self.world, "threads": self.threads, "cores": os.cpu_count()}
 
-    def join(self, rank: int, host: str | None, path: str) -> None:
+    def join(self, rank: int, host: str | None, path: str, **how: Any) -> None:
         """On a rank that was started here: make the group of all."""
         if host is not None:
             links.enter(host)  # before the first thread and the first socket of the group
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
-        how: dict[str, Any] = {"timeout": timedelta(minutes=10)}
-        if self.on_nccl:
-            os.environ.update(self.on_nccl.environment(rank))  # before anything of CUDA
-            torch.cuda.set_device(self.device(rank))
-            how = {"timeout": timedelta(minutes=2), "device_id": self.device(rank)}
         store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.world, **how)
+        group: dict[str, Any] = {"rank": rank, "world_size": self.world, "timeout": timedelta(minutes=10), **how}
+        dist.init_process_group(self.backend, store=store, **group)
 
 
 class World:

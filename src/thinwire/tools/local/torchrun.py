@@ -69,18 +69,18 @@ def job(device: torch.device, timeout: timedelta | None = None) -> Iterator[None
             dist.destroy_process_group()
 
 
-def exchange_s(size: int, device: torch.device, *, shift: int = 1, rounds: int = ROUNDS) -> list[float]:
-    """Seconds until `size` bytes from the rank `shift` places before this one are here; all ranks send at once."""
+def exchange_s(size: int, device: torch.device) -> list[float]:
+    """Seconds until `size` bytes from the rank before this one are here, round by round; all ranks send at once."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     taken = []
-    for _ in range(rounds + 1):  # the first connects
+    for _ in range(ROUNDS + 1):  # the first connects
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
-        receive = dist.P2POp(dist.irecv, received, (rank - shift) % world)
-        send = dist.P2POp(dist.isend, sent, (rank + shift) % world)
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % world)
+        send = dist.P2POp(dist.isend, sent, (rank + 1) % world)
         first, *others = dist.batch_isend_irecv([receive, send])
         first.wait()
         synchronize(device)

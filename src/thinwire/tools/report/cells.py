@@ -54,11 +54,6 @@ def distinct(rows: Sequence[Row], column: str) -> list[str]:
     return list(dict.fromkeys(text(row.get(column)) for row in rows))
 
 
-def listed(rows: Sequence[Row], *columns: str) -> list[str]:
-    """What the rows have in each column, in one text: "2, 4"."""
-    return [", ".join(distinct(rows, column)) for column in columns]
-
-
 def text(value: Value) -> str:
     """A value as it is, or a dash. Line breaks become spaces; control codes and the like become "\ufffd"."""
     shown = ABSENT if value is None else str(value)

@@ -1,11 +1,11 @@
 """The tables of the records that commands write. To add that of a kind: list its columns in `TABLES`.
 
-Kinds that are not listed, such as those of the studies in benchmarks/, get a plain table of their schema's columns.
+Kinds that are not listed, such as those of the studies in benchmarks/, get a plain table of all columns.
 """
 
 from collections.abc import Callable, Sequence
 
-from thinwire.tools.bench.record import Record, Row, Value, columns
+from thinwire.tools.bench.record import Record, Row, Value
 from thinwire.tools.report.cells import (
     Column,
     TextGrid,
@@ -84,12 +84,12 @@ def grids(record: Record) -> list[TextGrid]:
         return [table(record.kind, rows)]
     by_schema: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        by_schema.setdefault(columns(record.kind, row), []).append(row)
+        by_schema.setdefault(tuple(row), []).append(row)
     return [_plain_grid(record.kind, names, found) for names, found in by_schema.items()]
 
 
 def _plain_grid(kind: str, names: Sequence[str], rows: Sequence[Row]) -> TextGrid:
-    """Every column of the schema, numbers to three digits."""
+    """Every column, numbers to three digits."""
     labels = sum(isinstance(rows[0][name], str) for name in names)
     ordered = sorted(names, key=lambda name: not isinstance(rows[0][name], str))
     return grid(kind, rows, [Column(name, name, _plain) for name in ordered], labels)
