@@ -151,21 +151,6 @@ def scheme_of(job: TrainingJob, cluster: Cluster) -> Scheme:
     return Scheme("sharded", int8, None, int8) if job.parallel == model.FSDP2 else Scheme("two_phase", codec("lloyd4"))
 
 
-def state_bytes(job: TrainingJob, cluster: Cluster) -> float:
-    """What a rank holds beside activations: weights (frozen ones in bf16), gradients and the optimizer's state.
-
-    Under DDP its buckets, under FSDP2 two gathered modules and their gradients, for DiLoCo the outer copies.
-    """
-    optimizer = 8 if job.adaptive else 4
-    learns, frozen = job.learns, job.params - job.learns
-    if job.parallel == model.DDP:
-        return (12 + optimizer) * learns + 2 * frozen
-    ranks = cluster.world if job.parallel == model.FSDP2 else cluster.per_node
-    whole = 0.0 if ranks == 1 else 2 * (job.gathered.itemsize * job.params + 4 * learns) / job.layers
-    outer = 16 if job.parallel == model.DILOCO else 0
-    return ((8 + optimizer + outer) * learns + 2 * frozen) / ranks + whole
-
-
 def predicted() -> str:
     """A Markdown table."""
     gpu = clusters.recorded("cuda")
@@ -175,7 +160,7 @@ def predicted() -> str:
     for name, job in JOBS.items():
         for ranks in RANKS:
             where = placed(ranks, RATES[0])
-            needs = state_bytes(job, where)
+            needs = model.state_bytes(job, where)
             if needs > MEMORY or (job.parallel == model.HSDP and not where.has_levels):
                 continue
             steps = []

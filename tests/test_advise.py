@@ -51,6 +51,7 @@ RECORDED_ON = clusters.recorded("cpu", "aarch64")  # the processor that the shap
         (units.count, "125M", 125_000_000),
         (units.count, "1.5B", 1_500_000_000),
         (units.count, "1.001k", 1001),  # 1000.9999999999999 in floats
+        (units.size, "25MiB", 25 << 20),
         (units.share, "50%", 0.5),
     ],
 )
@@ -68,7 +69,9 @@ def test_units(parse: Any, text: str, value: float) -> None:
         (units.count, "0", "a count such as 7e9, 125M or 7B, from 1 to 1e18, got '0'"),
         (units.count, "1e999999999", "from 1 to 1e18"),
         (units.count, "2.7", "a whole number, a count such as 7e9, 125M or 7B, got '2.7'"),
+        (units.size, "1e400GB", "a size such as 25MB or 512MiB, from 1B to 1e9GB"),
         (units.count, "seven", "a count such as"),
+        (units.size, "25", "a size such as 25MB or 512MiB, got '25'"),
         (units.share, "1.5", "a share such as 0.5 or 50%, got '1.5'"),
     ],
 )
@@ -345,6 +348,32 @@ def test_diloco_counts_sites() -> None:
     assert halved["advice"]["faster"] is None  # no loss was measured at 60
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--params 7B --world 2 --inter 1gbit --step 2s", "Does not fit: a rank needs 140 GB of weights"),
+        ("--params 7B --world 2 --inter 1gbit --step 2s --parallel diloco", "Does not fit: a rank needs 224 GB"),
+        ("--params 8B --world 2 --inter 1gbit --step 2s --parallel fsdp2", "20 GB of activations (assumed"),
+        (f"--params 7B --world 64 {NODES} --inter 1gbit --step 2s", "Try --parallel hsdp: 16"),
+    ],
+)
+def test_what_does_not_fit_gets_no_advice(line: str, said: str) -> None:
+    result = call(line)
+    assert result.exit_code == 0
+    assert said in result.stdout
+    assert "Safe" not in result.stdout
+    assert call(f"{line} --memory 640GB").stdout.count("Does not fit") == 0
+
+
+def test_activations_count() -> None:
+    line = "--params 8B --world 2 --inter 1gbit --step 2s --parallel fsdp2"
+    assert "Does not fit" not in call(f"{line} --activations 10GB").stdout
+    assert "Does not fit" in call(f"{line} --activations 15GB").stdout
+
+
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
@@ -502,7 +531,7 @@ def test_two_answers_come_first_and_the_table_behind_all() -> None:
 
 def test_json_is_json_alone() -> None:
     found = json.loads(call(f"{LARGE} --json").stdout)
-    assert set(found) == {"job", "cluster", "machine", "schemes", "advice"}
+    assert set(found) == {"job", "cluster", "machine", "state_bytes", "schemes", "advice"}
     assert found["advice"]["safe"]["how"].startswith("thinwire.compress_ddp(")
     for scheme in found["schemes"]:
         low, high = scheme["speedup_range"]
@@ -518,6 +547,7 @@ def test_flags_change_the_prediction() -> None:
     assert step("--latency 10ms") > step("")
     assert step("--cores 16") < step("")
     assert step("--overlap 0.9", "int8") < step("", "int8")
+    assert step("--bucket 1MiB") > step("")
     assert step("--trainable 1M") < step("")
     assert step("--dtype bfloat16", "none") < step("", "none")
     assert step("--codecs lloyd2:block=256", "lloyd2:block=256") > 0
@@ -536,6 +566,7 @@ def test_the_largest_and_smallest_are_predicted_too(parallel: str) -> None:
         ("--gpus-per-node 8", "Missing: --params, --step, --world, --inter, --intra; see"),
         ("--params 7e9 --world 8 --step 1s --gpus-per-node 8", "Missing: --intra; see"),
         (f"{LARGE} --latency 1e400s", "at most 1e9s, got '1e400s'"),
+        (f"{LARGE} --bucket 1B", "expected at least 1MiB, got '1B'"),
         (f"{LARGE} --world 2.7", "expected a whole number"),
         ("--params many", "expected a count such as 7e9, 125M or 7B, got 'many'"),
         (LARGE.replace("25gbit", "25gb"), "expected a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"),
@@ -545,6 +576,7 @@ def test_the_largest_and_smallest_are_predicted_too(parallel: str) -> None:
         (f"{LARGE} --cores 4", "Invalid value for --cores: goes with --device cpu"),
         (f"{LARGE} --trainable 2B", "Invalid value for --trainable: expected at most --params"),
         (f"{LARGE} --every 10", "Invalid value for --every: goes with --parallel diloco"),
+        (f"{LARGE} --parallel fsdp2 --bucket 25MiB", "Invalid value for --bucket: goes with --parallel ddp"),
         (f"{SMALL} --parallel hsdp", "hsdp needs several nodes of several ranks"),
         (f"{SMALL} --intra 1GB/s", "Invalid value for --intra: no other rank uses that link"),
     ],

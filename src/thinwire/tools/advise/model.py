@@ -1,4 +1,4 @@
-"""The cost model: what a scheme makes of a training step.
+"""The cost model: what a scheme makes of a training step, and what a rank needs memory for.
 
 Gradients travel in pieces: DDP's buckets, or the modules that FSDP2 shards. Of one piece,
 
@@ -369,3 +369,18 @@ def _rounds(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine
         host_s=inner.host_s + one.sums * machine.sum_s / job.every,
         messages=inner.messages + math.ceil(one.messages / job.every),
     )
+
+
+def state_bytes(job: TrainingJob, cluster: Cluster) -> float:
+    """What a rank holds beside activations: weights (frozen ones in bf16), gradients and the optimizer's state.
+
+    Under DDP its buckets, under FSDP2 two gathered modules and their gradients, for DiLoCo the outer copies.
+    """
+    optimizer = 8 if job.adaptive else 4
+    learns, frozen = job.learns, job.params - job.learns
+    if job.parallel == DDP:
+        return (12 + optimizer) * learns + 2 * frozen
+    ranks = cluster.world if job.parallel == FSDP2 else cluster.per_node
+    whole = 0.0 if ranks == 1 else 2 * (job.gathered.itemsize * job.params + 4 * learns) / job.layers
+    outer = 16 if job.parallel == DILOCO else 0
+    return ((8 + optimizer + outer) * learns + 2 * frozen) / ranks + whole

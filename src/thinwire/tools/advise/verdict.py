@@ -22,6 +22,7 @@ from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.recommend import GAIN, Loss, Recommendation, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
+ACTIVATIONS = 0.25  # of a rank's memory, where they are not given
 FEW = 0.1  # a trainable share below this gets a hint
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ADAMS = ("adam", "adamw", None)
@@ -92,6 +93,7 @@ class Verdict:
     ranked: tuple[Prediction, ...]  # the fastest first
     ways: Mapping[Scheme, Way]  # what the rule saw of each
     choice: Recommendation
+    state_bytes: float  # of a rank, without activations
     lines: tuple[str, ...]  # the answers, why, and notes
 
 
@@ -102,19 +104,25 @@ def judge(
     *,
     codecs: Sequence[Codec] = tuple(map(codec, model.CODECS)),
     losses: Losses | None = None,
+    buckets: Sequence[int] = BUCKETS,
+    memory: float | None = None,
+    activations: float | None = None,
 ) -> Verdict:
     """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
     `losses` are those of a run of one's own, which count before the committed ones.
     """
-    found = [_with_best_buckets(job, one, cluster, machine) for one in model.candidates(job, cluster, codecs)]
+    found = [_with_best_buckets(job, one, cluster, machine, buckets) for one in model.candidates(job, cluster, codecs)]
     measured = {**shipped().losses.get("fsdp2" if job.sharded else job.parallel, {}), **(losses or {})}
     ordered = [found[0], *sorted(found[1:], key=lambda one: one.scheme.exactness)]
     ways = {one.scheme: _way(one, job, cluster, measured) for one in ordered}
     choice = recommend.choose(list(ways.values()))
+    needs = model.state_bytes(job, cluster)
     by_way = {id(ways[one.scheme]): one for one in found}
-    lines = *answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)
-    return Verdict(tuple(sorted(found, key=lambda one: one.step_s)), ways, choice, lines)
+    lines = _too_large(job, cluster, needs, memory, activations)
+    if not lines:
+        lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
+    return Verdict(tuple(sorted(found, key=lambda one: one.step_s)), ways, choice, needs, tuple(lines))
 
 
 def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Losses) -> Way:
@@ -131,13 +139,39 @@ def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Los
     return Way(shown, code, prediction.step_s, low, high, losses.get(known), exact)
 
 
-def _with_best_buckets(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine) -> Prediction:
+def _with_best_buckets(
+    job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
+) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.learns * job.dtype.itemsize
-    sizes = BUCKETS[: sum(size < whole for size in BUCKETS) + 1] if job.parallel == model.DDP else BUCKETS[:1]
+    sizes = (
+        sorted(buckets)[: sum(size < whole for size in buckets) + 1]
+        if job.parallel == model.DDP
+        else [job.bucket_bytes]
+    )
     tried = [model.predict(replace(job, bucket_bytes=size), scheme, cluster, machine) for size in sizes]
     fastest = min(prediction.step_s for prediction in tried)
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
+
+
+def _too_large(
+    job: TrainingJob, cluster: Cluster, needs: float, memory: float | None, activations: float | None
+) -> list[str]:
+    """Why the job does not fit, and what would; [] where it fits."""
+    if memory is None:
+        return []
+    kept = ACTIVATIONS * memory if activations is None else activations
+    if needs + kept <= memory:
+        return []
+    assumed = " (assumed: --activations says otherwise)" if activations is None else ""
+    size, left, have = map(units.nbytes, (needs, kept, memory))
+    lines = [f"Does not fit: a rank needs {size} of weights, gradients and optimizer state and {left} of activations"]
+    lines[0] += f"{assumed}, and has {have}."
+    for other in (model.HSDP, model.FSDP2):
+        less = model.state_bytes(replace(job, parallel=other), cluster)
+        if other != job.parallel and less + kept <= memory and (other == model.FSDP2 or cluster.has_levels):
+            return [*lines, f"Try --parallel {other}: {units.nbytes(less)}, and activations."]
+    return [*lines, "Use more ranks, fewer trainable parameters (--trainable) or offloading."]
 
 
 def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
@@ -197,7 +231,7 @@ def _notes(
         return
     best = choice.faster or choice.safe
     if choice.compress and job.parallel == model.DDP and by_way[id(best)].bucket_bytes != model.BUCKET_BYTES:
-        yield f"Note: predicted for DDP(bucket_cap_mb={by_way[id(best)].bucket_bytes >> 20})."
+        yield f"Note: predicted for DDP(bucket_cap_mb={units.mebibytes(by_way[id(best)].bucket_bytes)})."
     if job.learns < FEW * job.params:
         sent = units.nbytes(by_way[id(choice.plain)].bytes)
         yield f"Note: {100 * job.learns / job.params:.2g} % of the weights learn, so a rank sends {sent} per step."

@@ -21,6 +21,8 @@ from thinwire.tools.local import torchrun
 from thinwire.tools.report import tables
 from thinwire.tools.report.cells import TextGrid, counted
 
+LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
+MEMORY = 80e9  # bytes of a GPU
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
 LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL."
@@ -34,6 +36,13 @@ Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
 Number = float | None
+
+
+def _bucket_size(text: str) -> int:
+    found = units.size(text)
+    if found < LEAST_BUCKET:
+        raise AdviceError(f"expected at least 1MiB, got {text!r}")
+    return found
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
@@ -54,13 +63,18 @@ def command(
     step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
     parallel: Annotated[Parallel, typer.Option(help="How ranks share the work.")] = Parallel.ddp,
     trainable: Annotated[Whole, _option(units.count, "N", "Parameters that learn (LoRA): 21M; default all.")] = None,
+    memory: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default 80GB, on the CPU no limit.")] = None,
+    activations: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default a quarter of --memory.")] = None,
     every: Annotated[Whole, typer.Option(min=1, metavar="N", help="DiLoCo: steps between rounds; default 30.")] = None,
     latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
     cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Decides the feedback below 4 bits.")] = Optimizer.adam,
+    optimizer: Annotated[Optimizer, typer.Option(help="Decides its memory, and feedback below 4 bits.")] = (
+        Optimizer.adam
+    ),
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
+    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb; default the best.")] = None,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
     losses: Annotated[str | None, typer.Option(metavar="FILE", help=LOSSES)] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every scheme in a table, too.")] = False,
@@ -91,28 +105,35 @@ def command(
     if trainable is not None and trainable > params:
         raise typer.BadParameter(f"expected at most --params, got {trainable}", param_hint="--trainable")
     flags.refuse("goes with --parallel diloco", every=None if parallel is Parallel.diloco else every)
+    flags.refuse("goes with --parallel ddp", bucket=None if parallel is Parallel.ddp else bucket)
     own = clusters.recorded(device)
     cluster, own = _described(world, node, inter, intra, latency, own, cores)
     if parallel is Parallel.hsdp and not cluster.has_levels:
         raise typer.BadParameter("hsdp needs several nodes of several ranks", param_hint="--parallel")
+    on_gpu = device is Device.cuda
     job = TrainingJob(
-        *(params, step, model.DTYPES[dtype]),
-        overlap=overlap,
-        adaptive=optimizer is Optimizer.adam,
+        *(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, optimizer is Optimizer.adam),
         parallel=parallel.value,
         trained=trainable or 0,
-        gathered=model.DTYPES["bfloat16" if device is Device.cuda else "float32"],
+        gathered=model.DTYPES["bfloat16" if on_gpu else "float32"],
         every=every or model.EVERY,
     )
     with screen.usage_errors("--losses", RecordError):
         found = verdict.losses_of(record.read(losses), Path(losses).name) if losses else None
-    judged = verdict.judge(job, cluster, own, codecs=flags.codecs(codecs, model.CODECS), losses=found)
+    judged = verdict.judge(
+        *(job, cluster, own),
+        codecs=flags.codecs(codecs, model.CODECS),
+        losses=found,
+        buckets=(bucket,) if bucket else verdict.BUCKETS,
+        memory=memory or (MEMORY if on_gpu else None),
+        activations=activations,
+    )
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
         return
     rates = [f"{units.bits(inter)} between nodes"] if inter else []
     rates += [f"{units.nbytes(intra)}/s inside"] if intra else []
-    screen.say(_conditions(job, cluster, own, rates))
+    screen.say(_conditions(job, cluster, own, judged, rates))
     for line in judged.lines:
         screen.say(line, None, "bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
     if show_all:
@@ -137,11 +158,12 @@ def _described(
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
 
 
-def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, links: list[str]) -> str:
+def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict, links: list[str]) -> str:
     learns = "" if job.learns == job.params else f", of which {units.amount(job.learns)} learn"
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
+    state = f"{units.nbytes(found.state_bytes)} per rank without activations"
     step = f"{units.duration(job.step_s)} of compute"
-    parts = [f"{units.amount(job.params)} parameters{learns}, {job.parallel}, {ranks}", *links, step]
+    parts = [f"{units.amount(job.params)} parameters{learns}, {job.parallel}, {ranks}", *links, step, state]
     return f"{'; '.join(parts)}. Kernels: {own.source}."
 
 
@@ -155,7 +177,7 @@ def _grid(found: Verdict, job: TrainingJob) -> TextGrid:
         measured = "–" if way.is_exact and way.loss is None else "not measured"
         loss = measured if way.loss is None else str(way.loss.found).removesuffix(" nats")
         sizes = [units.nbytes(one.bytes), units.nbytes(one.bytes_across)]
-        sizes += [f"{one.bucket_bytes >> 20} MiB" for _ in buckets]
+        sizes += [f"{units.mebibytes(one.bucket_bytes)} MiB" for _ in buckets]
         rows.append([way.name, units.duration(one.step_s), *(way.range(other) for other in others), loss, *sizes])
     return TextGrid("Predicted, the fastest first", header, rows)
 
@@ -175,6 +197,7 @@ def _answer(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) ->
         "job": {**vars(job), "hidden_s": job.hidden_s(own)},
         "cluster": asdict(cluster),
         "machine": {"device": own.device, "source": own.source, "cores": own.cores},
+        "state_bytes": found.state_bytes,
         "schemes": schemes,
         "advice": {"compress": choice.compress, **advice, "lines": found.lines},
     }
