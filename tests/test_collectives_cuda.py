@@ -34,8 +34,9 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
     call = Call(channel, "all_reduce")
-    setting = call.setting(CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size), 7)
-    return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
+    plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size)
+    setting = call.setting(plan, 7)
+    return AllReduce(setting, [Lane(plan.lanes[0], Flat([x]), cut)], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:

@@ -86,10 +86,10 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec)], [cut], size, 3 * size)
+        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec, kind)], [cut], size, 3 * size)
         call = Call(channel, plan.text)
         setting = call.setting(plan, step)
-        lane = Lane(Flat([x]), cut, codec, codec, carry, None, told.append)
+        lane = Lane(plan.lanes[0], Flat([x]), cut, carry, None, told.append)
         channel.run(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)

@@ -367,8 +367,9 @@ class Ranks:
 
     def lane(self, rank: int, out: Tensor) -> Lane:
         """One rank's lane of a message."""
-        checked = self.finite.append if rank == 0 else None
-        return Lane(Flat([out]), self.cut, self.codec, self.codec, self.carries[rank], None, checked)
+        on_finite = self.finite.append if rank == 0 else None
+        spec = LaneSpec(self.numel, self.codec, self.codec, "classic", out.dtype)
+        return Lane(spec, Flat([out]), self.cut, self.carries[rank], None, on_finite)
 
 
 def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -380,11 +381,7 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
     for rank in range(world):
         reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        kinds = ["classic" if lane.carry else "" for lane in made]
-        specs = [
-            LaneSpec(x.cut.numel, x.codec, x.first, kind, x.flat.dtype) for x, kind in zip(made, kinds, strict=True)
-        ]
-        plan = CallPlan("", specs, [lane.cut for lane in made], reducer=reduce)
+        plan = CallPlan("", [lane.spec for lane in made], [lane.cut for lane in made], reducer=reduce)
         nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
         setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
         operations.append(AllReduce(setting, made, reduce, 1.0 / world))

@@ -176,10 +176,8 @@ class RehearsedSum:
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = memories.carry(spec.feedback, lane.pieces, bucket.world, bucket.device)
             watch = None if errors is None else errors.watch(lane.pieces, bucket.device).lost
-            checked = tally.checked if rank == 0 else None  # all ranks see the same
-            loaded.append(
-                Lane(Flat([x]), bucket.cuts[at], spec.codec, spec.first, carry, watch, checked, spec.exact_own)
-            )
+            on_finite = tally.checked if rank == 0 else None  # all ranks see the same
+            loaded.append(Lane(spec, Flat([x]), bucket.cuts[at], carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
                 self._rows[at] = x  # the sum takes its place
         self._seats.append(_Seat(rank, bucket.world, bucket.device))

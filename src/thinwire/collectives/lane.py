@@ -44,11 +44,6 @@ class Key(NamedTuple):
         return hashing.mix64(self.step) ^ (self.lane << 48 | self.chunk << 16)
 
 
-def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
-    """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
-    return torch.float32 if fed_back or dtype not in codec.inputs else dtype
-
-
 class LaneSpec(NamedTuple):
     """What does not change of a lane from call to call."""
 
@@ -62,8 +57,13 @@ class LaneSpec(NamedTuple):
 
     @property
     def encoded(self) -> torch.dtype:
-        """The dtype in which numbers are encoded."""
-        return encoded_dtype(self.codec, self.dtype, fed_back=bool(self.feedback))
+        """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
+        return torch.float32 if self.feedback or self.dtype not in self.codec.inputs else self.dtype
+
+    @property
+    def across_codecs(self) -> tuple[Codec, Codec]:
+        """Codec and first of the sums of nodes."""
+        return self.across or (self.codec, self.codec)
 
     def copy_bytes(self, numel: int, *, scattered: bool = False) -> int:
         """Scratch for `numel` numbers that cannot be worked on where they are."""
@@ -73,28 +73,27 @@ class LaneSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
+    """A lane with the tensors of one call."""
+
+    spec: LaneSpec
     flat: Flat
     cut: Cut
-    codec: Codec
-    first: Codec  # of the first of two phases
     carry: Carry | None = None
     watch: Watch | None = None
-    checked: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
-    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
-    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+    on_finite: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
 
     @property
-    def outer(self) -> tuple[Codec, Codec]:
-        return self.across or (self.codec, self.codec)
+    def codec(self) -> Codec:
+        return self.spec.codec
 
     @property
     def dtype(self) -> torch.dtype:
-        return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
+        return self.spec.encoded
 
     @property
     def keeps_own(self) -> bool:
         """Whether a rank's part of its own shard stays as it is."""
-        return self.exact_own or self.carry is not None
+        return self.spec.exact_own or self.carry is not None
 
     def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
         """A span of the lane's numbers."""
@@ -184,12 +183,12 @@ def all_true(found: Tensor) -> Fine:
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
-    """Whether all lanes of a chunk are finite, if one has feedback or a `checked`; the first `checked` is called."""
+    """Whether all lanes of a chunk are finite, if one has feedback or an `on_finite`, the first of which is called."""
     lanes = [chunk.lane for chunk in chunks]
-    if not any(lane.carry or lane.checked for lane in lanes):
+    if not any(lane.carry or lane.on_finite for lane in lanes):
         return True
     fine = all_true(torch.stack([is_finite(chunk) for chunk in chunks]))
-    callbacks = [lane.checked for lane in lanes if lane.checked is not None]
+    callbacks = [lane.on_finite for lane in lanes if lane.on_finite is not None]
     if callbacks:  # a chunk counts once, however many of its lanes are not finite
         callbacks[0](fine)
     return fine

@@ -113,12 +113,10 @@ class Message(_LaneMessage):
         tensors: Sequence[Tensor],
         carry: Carry | None = None,
         watch: Watch | None = None,
-        checked: Callable[[Fine], None] | None = None,
+        on_finite: Callable[[Fine], None] | None = None,
     ) -> Lane:
-        """Lane `index` of this message with the tensors of one step; `checked` learns whether a chunk is finite."""
-        lane = self._plan.lanes[index]
-        cut = self._plan.cuts[index]
-        return Lane(Flat(tensors), cut, lane.codec, lane.first, carry, watch, checked, lane.exact_own, lane.across)
+        """Lane `index` of this message with the tensors of one step; `on_finite` learns whether a chunk is finite."""
+        return Lane(self._plan.lanes[index], Flat(tensors), self._plan.cuts[index], carry, watch, on_finite)
 
     def run(
         self,
@@ -221,7 +219,7 @@ def row_operation(
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
     parts = zip(inputs, plan.cuts, plan.lanes, watched or [_UNWATCHED] * len(inputs), strict=True)
-    lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec, *seen) for x, cut, lane, seen in parts]
+    lanes = [Lane(spec, Flat([x]), cut, *seen) for x, cut, spec, seen in parts]
     setting = call.setting(plan, step)
     if scale is not None:
         return operations.ReduceScatter(setting, lanes, [Flat([output]) for output in outputs], scale)

@@ -114,7 +114,7 @@ def all_gather(
     plan = call.plan
     if not plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
-    lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
+    lane = Lane(plan.lanes[0], Flat([input]), plan.cuts[0])
     operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
     return call.channel.run(operation, call.site, tensor_list, async_op)
 

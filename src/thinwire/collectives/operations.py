@@ -142,8 +142,8 @@ class ReduceScatter(Operation):
         return part
 
     def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
-        """Call the first `checked` with whether what came, of all lanes, is finite."""
-        callbacks = [lane.checked for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.checked]
+        """Call the first `on_finite` with whether what came, of all lanes, is finite."""
+        callbacks = [lane.on_finite for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.on_finite]
         if callbacks:
             parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
             found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]

@@ -125,8 +125,7 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     chunk_wire = 0
     for lane, cut, apart in zip(plan.lanes, plan.cuts, scattered, strict=True):
         numel = min(cut.chunk, cut.numel)
-        outer = (lane.across or (lane.codec,))[0]
-        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, outer)
+        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, lane.across_codecs[0])
         chunk_bytes += lane.copy_bytes(numel, scattered=apart)
         chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
     wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)

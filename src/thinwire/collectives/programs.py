@@ -256,8 +256,7 @@ class NodesChunk(SumChunk):
         self._outer: SumChunk | None = None
         end = self._matrices + sum(map(aligned, self._floats))
         if owns and across.world > 1:
-            codecs = {i: lanes[i].across or (lanes[i].codec, lanes[i].codec) for i in owns}
-            outer = [LaneSpec(numel, *codecs[i]) for i, numel in owns.items()]
+            outer = [LaneSpec(numel, *lanes[i].across_codecs) for i, numel in owns.items()]
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
@@ -278,7 +277,7 @@ class NodesChunk(SumChunk):
             self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
         for i, put in self._puts.items():
             lane = self._lanes[i].lane
-            total = fitted(totals[i], lane.dtype, (lane.across or (lane.codec,))[0])
+            total = fitted(totals[i], lane.dtype, lane.across_codecs[0])
             put(total, views.own_L[i], mixed[i], None)
 
 

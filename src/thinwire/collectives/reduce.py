@@ -104,7 +104,7 @@ def _sum(
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
     (spec,), (cut,) = plan.lanes, plan.cuts
-    lane = Lane(Flat(parts), cut, spec.codec, spec.first, across=spec.across)
+    lane = Lane(spec, Flat(parts), cut)
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
     return call.channel.run(operation, call.site, outputs, async_op)

@@ -113,7 +113,7 @@ def send_shards(
                 chunk.message(part)  # its numbers stay as they are
                 continue
             wire = own[shard] if shard == link.rank else chunk.wires[shard]
-            chunk.encode(part, chunk.lane.first, wire, chunk.key.of(shard))
+            chunk.encode(part, chunk.lane.spec.first, wire, chunk.key.of(shard))
     peers = others_first(link.rank, link.world)[:-1]
     sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
     receives = [(peer, own_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
