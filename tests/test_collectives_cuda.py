@@ -57,9 +57,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     channel, codec = nccl_channel(), thinwire.codec(spec)
     x = torch.randn(N, device=CUDA).to(dtype)
     expected, y = x.clone(), x.clone()
-    channel.run(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
+    channel.submit(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, KINDS[kind], y), SITE)
+        work = channel.submit(stream_operation(channel, codec, KINDS[kind], y), SITE)
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -92,20 +92,20 @@ def test_a_collective_is_captured_in_a_graph(group: dist.ProcessGroup, spec: str
     x, warm = torch.randn(N, device=CUDA), torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        channel.run(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
+        channel.submit(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
     torch.cuda.synchronize()
     time.sleep(0.5)  # NCCL's watchdog asks for finished works, which a capture would forbid
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it waits for NCCL
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            channel.run(stream_operation(channel, codec, reducer, x), SITE).wait()
+            channel.submit(stream_operation(channel, codec, reducer, x), SITE).wait()
     errors = []
     for _ in range(3):
         numbers = torch.randn(N, device=CUDA)
         x.copy_(numbers)
         graph.replay()
-        channel.run(stream_operation(channel, codec, reducer, numbers), SITE).wait()
+        channel.submit(stream_operation(channel, codec, reducer, numbers), SITE).wait()
         errors.append(float((x - numbers).abs().max()))
     return errors
 

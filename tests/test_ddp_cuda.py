@@ -90,7 +90,7 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
         call = Call(channel, plan.text)
         setting = call.setting(plan, step)
         lane = Lane(plan.lanes[0], Flat([x]), cut, carry, None, told.append)
-        channel.run(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
+        channel.submit(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

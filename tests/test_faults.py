@@ -459,12 +459,12 @@ def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
         future = work.get_future()
         kept = [failure(work.wait), failure(future.wait), failure(future.value)]
     assert all(kept)
-    line = channel_of(member, CPU).scratch.nbytes
+    held = channel_of(member, CPU).scratch.nbytes
     refs = weakref.ref(x), weakref.ref(member)
     dist.barrier()
     dist.destroy_process_group(member)
     del x, member, work, future
-    return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), line == 0
+    return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), held == 0
 
 
 def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list[float]]:

@@ -130,5 +130,5 @@ def planned(
     choose = fastest(channel, key.kind, key.dtype, call.most or key.numel(channel.world), trial, shares)
     if decide is None:
         decide = functools.partial(plan_verb, key, channel.transport, most=call.most)
-    call.plan = channel.plans[text] = channel.failures.attend(call.site, functools.partial(decide, choose))
+    call.plan = channel.plans[text] = channel.failures.guard(call.site, functools.partial(decide, choose))
     return call

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.checks import check_recodes
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
-from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, LaneSpec, check_finite
+from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, Watch, check_finite
 from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.collectives.transport import Stages, Transport
 from thinwire.errors import CollectiveError

@@ -135,7 +135,7 @@ class Message(_LaneMessage):
             plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
         assert plan.reducer is not None
         operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
-        work = call.channel.run(operation, call.site, outputs, True, copies)
+        work = call.channel.submit(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
 
@@ -201,11 +201,11 @@ class RowMessage(_LaneMessage):
         call = Call(self.channel, self.text)
         if self.program is None or watched is not None:
             operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, watched)
-            self.channel.run(operation, call.site, outputs, False)
+            self.channel.submit(operation, call.site, outputs, False)
             return
         program = self.program if note is None else functools.partial(self.program, bad=note)
         tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        self.channel.start(program, tensors, outputs, step, call.site, written=len(outputs))
+        self.channel.launch(program, tensors, outputs, step, call.site, written=len(outputs))
 
 
 def row_operation(

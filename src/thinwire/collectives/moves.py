@@ -63,14 +63,14 @@ def all_gather_into_tensor(
         output, input = output.detach(), input.detach()
     plan = call.plan
     if plan.program is not None:
-        return call.channel.start(plan.program, (output, input), [output_tensor], step, call.site, async_op)
+        return call.channel.launch(plan.program, (output, input), [output_tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     input = torch_verbs.unstraddled(input, output, input)
     whole = output.contiguous()
     operation = row_operation(call, plan, [whole], [input], step, None)
     copies = () if output.is_contiguous() else ((output, whole),)
-    return call.channel.run(operation, call.site, [output_tensor], async_op, copies)
+    return call.channel.submit(operation, call.site, [output_tensor], async_op, copies)
 
 
 all_gather_single = all_gather_into_tensor
@@ -116,7 +116,7 @@ def all_gather(
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
     lane = Lane(plan.lanes[0], Flat([input]), plan.cuts[0])
     operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
-    return call.channel.run(operation, call.site, tensor_list, async_op)
+    return call.channel.submit(operation, call.site, tensor_list, async_op)
 
 
 def broadcast(
@@ -149,11 +149,11 @@ def broadcast(
     plan = call.plan
     assert plan.source is not None
     if plan.program is not None:
-        return call.channel.start(plan.program, (part,), [tensor], step, call.site, async_op)
+        return call.channel.launch(plan.program, (part,), [tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.broadcast(call, part, plan.source, [tensor], async_op)
     operation = operations.Broadcast(call.setting(plan, step), Flat([part]), plan.source, plan.cuts[0])
-    return call.channel.run(operation, call.site, [tensor], async_op)
+    return call.channel.submit(operation, call.site, [tensor], async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -205,7 +205,7 @@ def all_to_all_single(
         target, source = target.detach(), source.detach()
     if even:
         if call.plan.program is not None:
-            return call.channel.start(call.plan.program, (target, source), [output], step, call.site, async_op)
+            return call.channel.launch(call.plan.program, (target, source), [output], step, call.site, async_op)
         out = sent = [source.numel() // call.channel.world] * call.channel.world
     if not call.plan.lanes:
         return torch_verbs.all_to_all(call, [target], [source], (out, sent), [output], async_op)
@@ -285,8 +285,8 @@ def _planned(channel: Channel, key: PlanKey, group: groups.Group, received: list
     """The call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
     rank = channel.transport.rank
     if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
-        own = channel.failures.own
-        raise CollectiveError(f"{own} would send itself {sent[rank]} elements and expects {received[rank]}")
+        this_rank = channel.failures.this_rank
+        raise CollectiveError(f"{this_rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     trial = functools.partial(all_to_all_single, group=group)
     return planned(channel, key, trial, (channel.world, channel.world), (sent, received))
 
@@ -305,7 +305,7 @@ def _exchange(
     if plan.program is not None:
         tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
         program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
-        return call.channel.start(program, tensors, results, step, call.site, async_op, written=len(outputs))
+        return call.channel.launch(program, tensors, results, step, call.site, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]
@@ -313,4 +313,4 @@ def _exchange(
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     setting = call.setting(sized(plan, lengths), step)
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cuts[0].chunk)
-    return call.channel.run(operation, call.site, results, async_op, copies)
+    return call.channel.submit(operation, call.site, results, async_op, copies)

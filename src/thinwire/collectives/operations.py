@@ -27,10 +27,10 @@ Meter = Callable[[int, float, float], None]
 class AllReduce(Operation):
     """Sum every lane over the ranks, in place.
 
-    [Note: In step] Chunks that wait more than twice are one chunk to the line. Each is a stage behind the one before
-    it. In a round one is started, and then all that are under way are waited for once, the youngest first: so its next
-    message is on its way while older ones are waited for. All ranks do this in the same order whatever their delays, so
-    that each has started what others wait for.
+    [Note: In step] Chunks that wait more than twice are one chunk to the pipeline. Each is a stage behind the one
+    before it. In a round one is started, and then all that are under way are waited for once, the youngest first: so
+    its next message is on its way while older ones are waited for. All ranks do this in the same order whatever their
+    delays, so that each has started what others wait for.
     """
 
     def __init__(

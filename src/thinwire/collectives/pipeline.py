@@ -1,17 +1,17 @@
-"""How the operations of a group run: one line of them, cut into chunks that overlap, in one scratch buffer.
+"""How the operations of a group run: in order, cut into chunks that overlap, in one scratch buffer.
 
-[Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
-that encodes, starts messages, yields what it waits for, and resumes when that is done. The line keeps as many chunks
-under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
-reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
-last one's end leaves. The line is one thread; messages carry tags drawn when the operation was called, so delays change
-no result. On NCCL there is no line: a stream of the GPU runs the chunks one after the other (programs.py).
+[Note: Issue order] Every group has one pipeline of operations. An operation is cut into chunks; a chunk is a coroutine
+that encodes, starts messages, yields what it waits for, and resumes when that is done. The pipeline keeps as many
+chunks under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is
+being reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
+last one's end leaves. The pipeline is one thread; messages carry tags drawn when the operation was called, so delays
+change no result. On NCCL there is no pipeline: a stream of the GPU runs the chunks one after the other (programs.py).
 
 [Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
 of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
 started the second message of all earlier ones, so everything that another rank needs for those is on its way. With
-more messages per chunk this does not hold: such operations are one chunk to the line, which is waited for until it is
-done, and overlap their parts in an order of their own (operations.py, [Note: In step]).
+more messages per chunk this does not hold: such operations are one chunk to the pipeline, which is waited for until it
+is done, and overlap their parts in an order of their own (operations.py, [Note: In step]).
 """
 
 import contextlib
@@ -29,10 +29,11 @@ from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, Flat, aligned
 from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
+from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
 
-_IDLE_S = 1.0  # how often an idle line asks whether its group still exists
+_IDLE_S = 1.0  # how often an idle pipeline asks whether its group still exists
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,16 @@ class Operation:
             self.work.failed(error)
 
 
+def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """An operation as a program, for GPU calls without launches of their own: its chunks run in order on the stream."""
+    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+    with torch.inference_mode():  # outputs may be inference tensors
+        for index in range(operation.num_chunks):
+            for awaited in operation.chunk(index, Desk(buffer)):
+                wait_for(awaited)  # the stream waits, not the host
+        operation.finish()
+
+
 class ScratchRing:
     """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
 
@@ -165,7 +176,7 @@ class _Running:
 _wait = ranged("thinwire::wire")(wait_for)
 
 
-class Line:
+class Pipeline:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
     def __init__(self, scratch: ScratchRing, failures: Failures) -> None:
@@ -197,7 +208,7 @@ class Line:
                 self._current = running = self._under_way.popleft()
                 _wait(running.awaited)
             try:
-                with torch.inference_mode():  # outputs may be inference tensors; the line's thread has no mode set
+                with torch.inference_mode():  # outputs may be inference tensors; the pipeline's thread has no mode set
                     running.awaited = next(running.stages)
             except StopIteration:
                 self._end(running)
@@ -253,7 +264,7 @@ def broken(cause: str) -> CollectiveError:
 
 
 def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
-    """Fail all operations that a line which has failed did not come to."""
+    """Fail all operations that a pipeline which has failed did not come to."""
     with contextlib.suppress(Empty):
         while True:
             operation = inbox.get(block=False)
@@ -261,24 +272,24 @@ def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
                 operation.fail(broken(cause))
 
 
-def serve(inbox: "SimpleQueue[Operation | None]", line: Line, is_over: Callable[[], bool]) -> None:
-    """The thread of a line, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
-    if line.scratch.device.type == "cuda":
-        torch.cuda.set_device(line.scratch.device)
-    serving.line = line
+def serve(inbox: "SimpleQueue[Operation | None]", pipeline: Pipeline, is_over: Callable[[], bool]) -> None:
+    """The pipeline's thread, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
+    if pipeline.scratch.device.type == "cuda":
+        torch.cuda.set_device(pipeline.scratch.device)
+    serving.pipeline = pipeline
     closing = False
-    while not (closing and line.idle):
-        if line.entry is None and not closing:
+    while not (closing and pipeline.idle):
+        if pipeline.entry is None and not closing:
             try:
-                operation = inbox.get(block=line.idle, timeout=_IDLE_S)
+                operation = inbox.get(block=pipeline.idle, timeout=_IDLE_S)
                 closing = operation is None
                 if operation is not None:
-                    line.enter(operation)
+                    pipeline.enter(operation)
                 del operation
             except Empty:
-                if line.idle and is_over():
+                if pipeline.idle and is_over():
                     return
-        line.advance()
-        if line.failure is not None:
-            refuse(inbox, line.failure)
+        pipeline.advance()
+        if pipeline.failure is not None:
+            refuse(inbox, pipeline.failure)
             return

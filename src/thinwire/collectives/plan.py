@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class PlanKey(NamedTuple):
-    """Calls of one kind: what ranks have to agree on. str() is the line of text that they compare."""
+    """Calls of one kind: what ranks have to agree on. str() is the description that they compare."""
 
     verb: str
     lengths: tuple[int, ...]  # elements of the tensors; () where they may differ between ranks

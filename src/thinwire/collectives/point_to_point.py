@@ -1,7 +1,7 @@
 """Messages between two ranks: send, recv, isend, irecv, batch_isend_irecv.
 
 [Note: Between two] No third rank knows of such a message. So nothing is compared before it, and it stays out of the
-group's line, where it could hold up a sum that its sender waits for. Both ends compute the wire's length from the
+group's pipeline, where it could hold up a sum that its sender waits for. Both ends compute the wire's length from the
 tensor's length and dtype and the codec. On gloo these, the step and the caller's own tag make the message's tag: ends
 that disagree never read each other's bytes, and the one that receives raises at the group's timeout. NCCL has no tags:
 there both ends have to call alike, as with torch's own verbs.
@@ -252,7 +252,7 @@ def _start_one(channel: Channel, post: _Post) -> Work:
     start_it: Callable[[], Moving] = functools.partial(link.message, send, receive, post.tag)
     if peer is None:
         start_it = functools.partial(link.message_from_any, post.wire, post.tag)
-    site = CallSite(channel.next_message(), post.text)
+    site = CallSite(channel.next_p2p_call(), post.text)
     try:
         post.moving = start_it()
     except LostRankError as error:
@@ -273,7 +273,7 @@ def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
         for post in posts:
             post.finish()
 
-    site = CallSite(channel.next_message(), " and ".join(post.text for post in posts))
+    site = CallSite(channel.next_p2p_call(), " and ".join(post.text for post in posts))
     return MessageWork(moving, [post.letter.tensor for post in posts], finish, channel.failures, site)
 
 

@@ -22,8 +22,7 @@ from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
-from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.transport import Transport, wait_for
+from thinwire.collectives.transport import Transport
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
@@ -33,7 +32,7 @@ MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch
 MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Starts a series of launches on the tensors of a call, at a step: on the current stream, which owns the scratch of the
-# workspace. In a silent workspace it sends nothing.
+# workspace. In a dry run it sends nothing.
 Program = Callable[[Workspace, Sequence[Tensor], int], None]
 
 
@@ -84,19 +83,6 @@ def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], ste
     program(space, [row], step)
     parts = row.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
-
-
-def staged(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream.
-
-    Waiting for a message makes the stream wait, never the host.
-    """
-    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
-    with torch.inference_mode():  # outputs may be inference tensors
-        for index in range(operation.num_chunks):
-            for awaited in operation.chunk(index, chunks.Desk(buffer)):
-                wait_for(awaited)
-        operation.finish()
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -203,10 +189,10 @@ class SumChunk:
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
-            if not space.silent:
+            if not space.dry_run:
                 link.all_to_all(views.came, views.sent)
             self._reduce(space, views, xs, mixed, kept)
-        if not space.silent:
+        if not space.dry_run:
             link.all_gather(views.sent, views.own)
         if bad is not None:
             for lane, wires in zip(self._lanes, views.sent_L, strict=True):
@@ -371,7 +357,7 @@ class RowProgram:
         sent_L = views.own_L if self._in_place else views.sent_L
         for i, encode in enumerate(self._encodes):
             encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
-        if not space.silent:
+        if not space.dry_run:
             self._move(views.came, views.own if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
             decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
@@ -440,7 +426,7 @@ def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Se
 
     Lengths change from call to call, so every message is a launch of its own.
     """
-    if space.silent:
+    if space.dry_run:
         return
     outputs = tensors[: link.world]
     inputs = tensors[link.world :]

@@ -100,14 +100,14 @@ def _sum(
     assert plan.reduction is not None
     if plan.program is not None:
         program = plan.program if len(parts) == 1 else functools.partial(coalesced, plan.program)
-        return call.channel.start(program, parts, outputs, step, call.site, async_op, written=len(parts))
+        return call.channel.launch(program, parts, outputs, step, call.site, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
     (spec,), (cut,) = plan.lanes, plan.cuts
     lane = Lane(spec, Flat(parts), cut)
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    return call.channel.run(operation, call.site, outputs, async_op)
+    return call.channel.submit(operation, call.site, outputs, async_op)
 
 
 def reduce_scatter_tensor(
@@ -155,12 +155,12 @@ def reduce_scatter_tensor(
     plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:
-        return call.channel.start(plan.program, (target, source), [output], step, call.site, async_op)
+        return call.channel.launch(plan.program, (target, source), [output], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.reduce_scatter(call, target, source, [output], plan.reduction, async_op)
     source = torch_verbs.unstraddled(source, source, target)
     operation = row_operation(call, plan, [target], [source], step, plan.reduction.scale(call.channel.world))
-    return call.channel.run(operation, call.site, [output], async_op)
+    return call.channel.submit(operation, call.site, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor

@@ -137,7 +137,7 @@ class Transport:
     """Moves bytes between the ranks of one group. Ranks are numbered as in the group."""
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
-    checked: bool = False  # checksums follow messages
+    has_checksums: bool = False  # checksums follow messages
     _options: Any = None  # of the backend
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
     device: torch.device  # of the stream
@@ -247,14 +247,14 @@ class PairTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
         asked = (os.environ.get(name, "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
-        self.checked = any(value not in ("", "0") for value in asked)
+        self.has_checksums = any(value not in ("", "0") for value in asked)
         gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
         self._options = getattr(gloo[0], "options", None) if gloo else None
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
         self.count(sends, receives)
-        if not self.checked:
+        if not self.has_checksums:
             return self._start(sends, receives, tag, lengths)
         sums_out = [(rank, sums_of(part)) for rank, part in sends]  # they follow their messages
         sums_in = [(rank, torch.empty(max(1, -(-part.nbytes // _PIECE)), dtype=torch.int64)) for rank, part in receives]
@@ -284,7 +284,7 @@ class PairTransport(Transport):
         return Moving(works, [rank for rank, _ in (*receives, *sends)], self._options)
 
     def message_from_any(self, part: Tensor, tag: int) -> Moving:
-        if self.checked:
+        if self.has_checksums:
             raise CollectiveError(
                 "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
             )

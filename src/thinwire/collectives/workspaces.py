@@ -22,7 +22,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.silent = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
+        self.dry_run = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.cut: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()  # views of the buffer
 

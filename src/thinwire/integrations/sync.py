@@ -148,7 +148,7 @@ class GradientSync:
             site = Call(channel, bucket.message.text).site
             streamed.begin(self.tally)
             new, given = streamed.is_new, (gradients.buffer,)
-            started: Work = channel.start(streamed, given, (), self._step, site, True, first=new)
+            started: Work = channel.launch(streamed, given, (), self._step, site, True, is_first_run=new)
             streamed.is_new = False
             return started.future_of(output)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
