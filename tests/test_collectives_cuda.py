@@ -15,7 +15,7 @@ from cases import CUDA, needs_cuda, no_host_sync, on_ranks
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.failures import CallSite
@@ -33,10 +33,10 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
     reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
-    call = Call(channel, "all_reduce")
+    call = issue_call(channel, "all_reduce")
     plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size)
-    setting = call.setting(plan, 7)
-    return AllReduce(setting, [Lane(plan.lanes[0], Flat([x]), cut)], reducer, 1.0)
+    context = call.context(plan, 7)
+    return AllReduce(context, [Lane(plan.lanes[0], Flat([x]), cut)], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:
@@ -161,7 +161,7 @@ def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -
     out, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = Call(channel, "all_gather")
+    call = issue_call(channel, "all_gather")
     work = torch_verbs.all_gather(call, out, x, [out], async_op=True)
     assert work is not None
     with torch.cuda.stream(side):

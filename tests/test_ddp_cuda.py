@@ -19,7 +19,7 @@ from replicas import READY, Given, backward, draw, flat, wrap
 from test_collectives_cuda import nccl_channel
 from thinwire import feedback
 from thinwire.collectives import chunks
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Fine, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
@@ -87,10 +87,10 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
 
     def average(x: torch.Tensor, step: int) -> None:
         plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec, kind)], [cut], size, 3 * size)
-        call = Call(channel, plan.text)
-        setting = call.setting(plan, step)
+        call = issue_call(channel, plan.text)
+        context = call.context(plan, step)
         lane = Lane(plan.lanes[0], Flat([x]), cut, carry, None, told.append)
-        channel.submit(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
+        channel.submit(AllReduce(context, [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

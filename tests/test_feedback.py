@@ -20,7 +20,7 @@ from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import lane as lane_module, sums
 from thinwire.collectives.chunks import Cut, Desk, Flat
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.operations import AllReduce, Setting
+from thinwire.collectives.operations import AllReduce, CallContext
 from thinwire.collectives.plan import CallPlan, with_scratch
 from thinwire.collectives.sums import OneShot, TwoPhase
 from thinwire.collectives.transport import Transport
@@ -383,8 +383,8 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
         plan = CallPlan("", [lane.spec for lane in made], [lane.cut for lane in made], reducer=reduce)
         nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
-        setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
-        operations.append(AllReduce(setting, made, reduce, 1.0 / world))
+        context = CallContext(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
+        operations.append(AllReduce(context, made, reduce, 1.0 / world))
     for index in range(operations[0].num_chunks):
         together([op.chunk(index, Desk(torch.empty(op.chunk_bytes, dtype=torch.uint8))) for op in operations])
     assert not post, "every message was taken"

@@ -118,10 +118,8 @@ class Channel:
             operation.outputs = list(outputs)
         operation.copies = copies
         if self.caller_space is not None:
-            if async_op:  # one stream for all: they add to the same feedback and statistics
-                self._async_index = 0
             program = functools.partial(run_on_stream, operation)
-            return self._launch(program, operation.memory(), operation.outputs, 0, site, async_op)
+            return self.launch(program, operation.memory(), operation.outputs, 0, site, async_op, in_order=True)
         operation.work = work = Work(operation.outputs, self._pipeline)
         operation.site = site
         operation.groups = tuple(link.group for link in self.transports)
@@ -153,44 +151,35 @@ class Channel:
         *,
         written: int = 1,
         is_first_run: bool | None = None,
+        in_order: bool = False,
     ) -> Work | None:
         """Launch the program of a call on the caller's stream or, with `async_op`, on one of the group's.
 
-        The host never waits. It writes the first `written` tensors, which are the caller's `outputs` or views of them;
-        where a tensor is not contiguous it runs on copies. Before the first run (None: if the call is the first of its
-        kind) its kernels are compiled, all at once.
+        The host never waits. The program writes the first `written` tensors, which are the caller's `outputs` or views
+        of them; where a tensor is not contiguous it runs on copies. Before the first run (None: if the call is the
+        first of its kind) its kernels are compiled, all at once. `in_order`: of an operation, neither is done, and
+        asynchronous ones share one stream, since they add to the same feedback and statistics.
         """
+        assert self.caller_space is not None
         number = self.next_step() if step is None else check_step(step)
-        if not all(map(Tensor.is_contiguous, tensors)):
-            program = functools.partial(copying, program, written, ())
         if is_first_run is None:
             is_first_run = not site.known
-        if is_first_run:
+        if not in_order and not all(map(Tensor.is_contiguous, tensors)):
+            program = functools.partial(copying, program, written, ())
+        if not in_order and is_first_run:
             self._compile(program, tensors, number)
         if async_op:
-            self._async_index ^= 1
-        return self._launch(program, tensors, outputs, number, site, async_op)
-
-    def _launch(
-        self,
-        program: Program,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        step: int,
-        site: CallSite,
-        async_op: bool,
-    ) -> Work | None:
-        assert self.caller_space is not None
+            self._async_index = 0 if in_order else self._async_index ^ 1
         space = self._async_spaces[self._async_index] if async_op and self._async_spaces else None
         lost = None
         with self.lock:
             try:
                 if space is None:
-                    program(self.caller_space, tensors, step)
+                    program(self.caller_space, tensors, number)
                     self.settle(site)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
-                        program(space, tensors, step)
+                        program(space, tensors, number)
                         work = StreamWork(list(outputs), stream)
                         self.settle(site)
             except BaseException as error:

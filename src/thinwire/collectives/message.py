@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
 from thinwire.collectives import operations
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import IssuedCall, issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
@@ -128,13 +128,13 @@ class Message(_LaneMessage):
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self.text)
+        call = issue_call(self.channel, self.text)
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._scattered.get(scattered)
         if plan is None:
             plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
         assert plan.reducer is not None
-        operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
+        operation = operations.AllReduce(call.context(plan, step), lanes, plan.reducer, self._scale, meter)
         work = call.channel.submit(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
@@ -198,7 +198,7 @@ class RowMessage(_LaneMessage):
         are there or, on a GPU, when the current stream will have them. `note`: where a program notes numbers that are
         not finite.
         """
-        call = Call(self.channel, self.text)
+        call = issue_call(self.channel, self.text)
         if self.program is None or watched is not None:
             operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, watched)
             self.channel.submit(operation, call.site, outputs, False)
@@ -209,7 +209,7 @@ class RowMessage(_LaneMessage):
 
 
 def row_operation(
-    call: Call,
+    call: IssuedCall,
     plan: CallPlan,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -220,8 +220,8 @@ def row_operation(
     """The operation of a RowMessage, or of a verb with one lane."""
     parts = zip(inputs, plan.cuts, plan.lanes, watched or [_UNWATCHED] * len(inputs), strict=True)
     lanes = [Lane(spec, Flat([x]), cut, *seen) for x, cut, spec, seen in parts]
-    setting = call.setting(plan, step)
+    context = call.context(plan, step)
     if scale is not None:
-        return operations.ReduceScatter(setting, lanes, [Flat([output]) for output in outputs], scale)
+        return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
-    return operations.Gather(setting, lanes, rows_LW)
+    return operations.Gather(context, lanes, rows_LW)

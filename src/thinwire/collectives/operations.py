@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
 from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, lane_chunks
-from thinwire.collectives.pipeline import Operation, Setting
+from thinwire.collectives.pipeline import CallContext, Operation
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
@@ -34,9 +34,9 @@ class AllReduce(Operation):
     """
 
     def __init__(
-        self, setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+        self, context: CallContext, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
     ) -> None:
-        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        super().__init__(context, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
         self._lanes = lanes
         self._reducer = reducer
         self._scale = scale
@@ -45,7 +45,7 @@ class AllReduce(Operation):
             self.in_order = True
             self._count = self.num_chunks
             self.num_chunks = 1
-            self._each = aligned(setting.chunk_bytes)  # of one
+            self._each = aligned(context.chunk_bytes)  # of one
             self._slots = min(self._count, reducer.messages + 1)
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
@@ -95,9 +95,9 @@ class ReduceScatter(Operation):
     message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
-    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
+    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
         chunks = max(lane.cut.num_chunks for lane in lanes)
-        super().__init__(setting, chunks, outputs, [lane.flat for lane in lanes])
+        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = scale
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
@@ -172,9 +172,9 @@ class Gather(Operation):
     Rows may have any lengths; the cut of a lane is that of the longest.
     """
 
-    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
+    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
         outputs = [flat for row in outputs_LW for flat in row]
-        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.flat for lane in lanes])
+        super().__init__(context, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
         pairs = zip([lane.cut for lane in lanes], outputs_LW, strict=True)
@@ -204,9 +204,9 @@ class Gather(Operation):
 class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
-    def __init__(self, setting: Setting, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
+    def __init__(self, context: CallContext, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
         chunks = max(Cut(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
-        super().__init__(setting, chunks, outputs, inputs)
+        super().__init__(context, chunks, outputs, inputs)
         self._chunk = chunk
 
     def chunk(self, index: int, desk: Desk) -> Stages:
@@ -247,8 +247,8 @@ class Broadcast(Operation):
     one wire in either direction.
     """
 
-    def __init__(self, setting: Setting, flat: Flat, source: int, cut: Cut) -> None:
-        super().__init__(setting, cut.num_chunks, [flat])
+    def __init__(self, context: CallContext, flat: Flat, source: int, cut: Cut) -> None:
+        super().__init__(context, cut.num_chunks, [flat])
         self._flat = flat
         self._source = source
         self._cut = cut

@@ -37,8 +37,8 @@ _IDLE_S = 1.0  # how often an idle pipeline asks whether its group still exists
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every operation of a call needs to know."""
+class CallContext:
+    """What the operation of a call needs to know."""
 
     link: Transport
     codec: Codec
@@ -46,6 +46,9 @@ class Setting:
     tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
     chunk_bytes: int  # scratch of one chunk
     scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
+
+
+Setting = CallContext  # as integrations/fsdp calls it
 
 
 class Operation:
@@ -60,14 +63,16 @@ class Operation:
     started: int = 0  # chunks
     ended: int = 0
 
-    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
-        self._link = setting.link
-        self._codec = setting.codec
-        self._step = setting.step
-        self._tags = setting.tags
+    def __init__(
+        self, context: CallContext, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
+    ) -> None:
+        self._link = context.link
+        self._codec = context.codec
+        self._step = context.step
+        self._tags = context.tags
         self.num_chunks = num_chunks
-        self.chunk_bytes = setting.chunk_bytes
-        self.scratch_bytes = setting.scratch_bytes
+        self.chunk_bytes = context.chunk_bytes
+        self.scratch_bytes = context.scratch_bytes
         self._outputs = outputs
         self._inputs = inputs
         self.outputs = [tensor for flat in outputs for tensor in flat.tensors]

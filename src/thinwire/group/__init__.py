@@ -27,7 +27,7 @@ from thinwire.collectives import (
     broadcast,
     reduce_scatter_tensor,
 )
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.hierarchical import flat_algorithm
@@ -98,7 +98,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         torch_internals.adopt(self, inner)
         torch_internals.enter_ranks(inner, world_ranks)
         try:  # before any data moves
-            Call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
+            issue_call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
         except BaseException:
             torch_internals.leave_ranks(inner)
             raise

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
@@ -111,7 +111,7 @@ class GradientSync:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
-            Call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
+            issue_call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
@@ -145,7 +145,7 @@ class GradientSync:
         if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
-            site = Call(channel, bucket.message.text).site
+            site = issue_call(channel, bucket.message.text).site
             streamed.begin(self.tally)
             new, given = streamed.is_new, (gradients.buffer,)
             started: Work = channel.launch(streamed, given, (), self._step, site, True, is_first_run=new)
