@@ -31,12 +31,12 @@ SITE = CallSite(1, "all_reduce")
 
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
-    reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
-    size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
+    reducer, chunking = kind(channel.transport), chunks.Chunking(x.numel(), 16_384)
+    size = reducer.scratch_bytes(codec, chunking.chunk, x.dtype)
     call = issue_call(channel, "all_reduce")
-    plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size)
+    plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec, chunking=chunking)], size, 3 * size)
     context = call.context(plan, 7)
-    return AllReduce(context, [Lane(plan.lanes[0], Flat([x]), cut)], reducer, 1.0)
+    return AllReduce(context, [Lane(plan.lanes[0], Flat([x]))], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:

@@ -18,7 +18,7 @@ import cases
 from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import lane as lane_module, sums
-from thinwire.collectives.chunks import Cut, Desk, Flat
+from thinwire.collectives.chunks import Chunking, Desk, Flat
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce, CallContext
 from thinwire.collectives.plan import CallPlan, with_scratch
@@ -345,7 +345,7 @@ class Ranks:
         self.codec = codec
         self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
-        self.cut = Cut(self.numel, chunk or max(self.numel, 1))
+        self.chunking = Chunking(self.numel, chunk or max(self.numel, 1))
         self.memories = [torch.zeros(self.numel, dtype=dtype) for _ in range(world)]
         self.means = [torch.zeros(self.numel) for _ in range(world)]
         gaps = Gaps(pieces)
@@ -368,8 +368,8 @@ class Ranks:
     def lane(self, rank: int, out: Tensor) -> Lane:
         """One rank's lane of a message."""
         on_finite = self.finite.append if rank == 0 else None
-        spec = LaneSpec(self.numel, self.codec, self.codec, "classic", out.dtype)
-        return Lane(spec, Flat([out]), self.cut, self.carries[rank], None, on_finite)
+        spec = LaneSpec(self.numel, self.codec, self.codec, "classic", out.dtype, chunking=self.chunking)
+        return Lane(spec, Flat([out]), self.carries[rank], None, on_finite)
 
 
 def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -381,7 +381,7 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
     for rank in range(world):
         reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        plan = CallPlan("", [lane.spec for lane in made], [lane.cut for lane in made], reducer=reduce)
+        plan = CallPlan("", [lane.spec for lane in made], reducer=reduce)
         nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
         context = CallContext(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
         operations.append(AllReduce(context, made, reduce, 1.0 / world))

@@ -345,8 +345,10 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
     coder = thinwire.codec(codec)
     if verb in ("reduce_scatter", "all_gather"):
         part = numel // world
-        return world * chunks.cut(part, world * coder.wire_bytes(part), world).chunk
-    return chunks.cut(numel, coder.wire_bytes(numel), world, world - 1 if verb == "broadcast" else world).chunk
+        return world * chunks.choose_chunking(part, world * coder.wire_bytes(part), world).chunk
+    return chunks.choose_chunking(
+        numel, coder.wire_bytes(numel), world, world - 1 if verb == "broadcast" else world
+    ).chunk
 
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
@@ -446,10 +448,10 @@ def test_scratch_does_not_grow_under_what_is_lent() -> None:
 @generated(60)
 @forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
 def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
-    cut = chunks.cut(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
+    chunking = chunks.choose_chunking(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
     at = 0
-    for index in range(cut.num_chunks):
-        span = cut.span(index)
+    for index in range(chunking.num_chunks):
+        span = chunking.span(index)
         parts = chunks.shards(span, world)
         assert len(parts) == world
         assert parts[0].begin == span.begin == at
@@ -457,7 +459,7 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
         assert (parts[-1].end, parts[0].numel) == (span.end, max(part.numel for part in parts))
         assert parts[0].numel == -(-span.numel // world) or parts[0].numel % 1024 == 0, "no longer than it must be"
         at = span.end
-    assert (at, cut.span(cut.num_chunks).numel) == (numel, 0)
+    assert (at, chunking.span(chunking.num_chunks).numel) == (numel, 0)
 
 
 @generated(60)

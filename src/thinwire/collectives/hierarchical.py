@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.checks import check_recodes
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
+from thinwire.collectives.chunks import Desk, Flat, Span, aligned, shards
 from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, Watch, check_finite
 from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.collectives.transport import Stages, Transport
@@ -115,9 +115,8 @@ class Hierarchical:
     def _outer_chunk(self, chunk: LaneChunk, total: Tensor, watch: Watch | None) -> LaneChunk:
         """The sum of the own shard as what travels across nodes."""
         rank = self.inside.rank
-        numel = total.numel()
-        spec = LaneSpec(numel, *chunk.lane.spec.across_codecs, dtype=total.dtype)
-        lane = Lane(spec, Flat([total]), Cut(numel, numel), watch=watch)
+        spec = LaneSpec(total.numel(), *chunk.lane.spec.across_codecs, dtype=total.dtype)
+        lane = Lane(spec, Flat([total]), watch=watch)
         key = Key(chunk.key.of(rank), chunk.key.chunk)
         return LaneChunk(lane, total, total, key, chunk.begin + chunk.shards[rank].begin)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
+from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, shards
 from thinwire.feedback import Carry, Fine
 from thinwire.kernels import hashing
 
@@ -54,6 +54,7 @@ class LaneSpec(NamedTuple):
     dtype: torch.dtype = torch.float32
     exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
     across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+    chunking: Chunking = Chunking(0, 1)  # a plan decides it
 
     @property
     def encoded(self) -> torch.dtype:
@@ -77,7 +78,6 @@ class Lane:
 
     spec: LaneSpec
     flat: Flat
-    cut: Cut
     carry: Carry | None = None
     watch: Watch | None = None
     on_finite: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
@@ -196,7 +196,7 @@ def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], T
 
 def lane_chunks(lanes: Sequence[Lane], index: int, step: int, desk: Desk) -> list[LaneChunk]:
     """Chunk `index` of every lane that has one; the first chunk is there even if it is empty."""
-    spans = [lane.cut.span(index) for lane in lanes]
+    spans = [lane.spec.chunking.span(index) for lane in lanes]
     return [
         lane.chunk(span, Key(step, index, at), desk)
         for at, (lane, span) in enumerate(zip(lanes, spans, strict=True))

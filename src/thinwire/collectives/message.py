@@ -116,7 +116,7 @@ class Message(_LaneMessage):
         on_finite: Callable[[Fine], None] | None = None,
     ) -> Lane:
         """Lane `index` of this message with the tensors of one step; `on_finite` learns whether a chunk is finite."""
-        return Lane(self._plan.lanes[index], Flat(tensors), self._plan.cuts[index], carry, watch, on_finite)
+        return Lane(self._plan.lanes[index], Flat(tensors), carry, watch, on_finite)
 
     def run(
         self,
@@ -178,9 +178,9 @@ class RowMessage(_LaneMessage):
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
         row = sum(
-            lane.codec.wire_bytes(cut.span(index).numel, lane.encoded)
-            for lane, cut in zip(self._plan.lanes, self._plan.cuts, strict=True)
-            for index in range(cut.num_chunks)
+            lane.codec.wire_bytes(lane.chunking.span(index).numel, lane.encoded)
+            for lane in self._plan.lanes
+            for index in range(lane.chunking.num_chunks)
         )
         return (self.channel.world - 1) * row
 
@@ -218,8 +218,8 @@ def row_operation(
     watched: Sequence[Watched] | None = None,
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
-    parts = zip(inputs, plan.cuts, plan.lanes, watched or [_UNWATCHED] * len(inputs), strict=True)
-    lanes = [Lane(spec, Flat([x]), cut, *seen) for x, cut, spec, seen in parts]
+    parts = zip(plan.lanes, inputs, watched or [_UNWATCHED] * len(inputs), strict=True)
+    lanes = [Lane(spec, Flat([x]), *seen) for spec, x, seen in parts]
     context = call.context(plan, step)
     if scale is not None:
         return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)

@@ -114,7 +114,7 @@ def all_gather(
     plan = call.plan
     if not plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
-    lane = Lane(plan.lanes[0], Flat([input]), plan.cuts[0])
+    lane = Lane(plan.lanes[0], Flat([input]))
     operation = operations.Gather(call.context(plan, step), [lane], [[Flat([output]) for output in outputs]])
     return call.channel.submit(operation, call.site, tensor_list, async_op)
 
@@ -152,7 +152,7 @@ def broadcast(
         return call.channel.launch(plan.program, (part,), [tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.broadcast(call, part, plan.source, [tensor], async_op)
-    operation = operations.Broadcast(call.context(plan, step), Flat([part]), plan.source, plan.cuts[0])
+    operation = operations.Broadcast(call.context(plan, step), Flat([part]), plan.source, plan.lanes[0].chunking)
     return call.channel.submit(operation, call.site, [tensor], async_op)
 
 
@@ -314,5 +314,5 @@ def _exchange(
     others = [rank for rank in range(link.world) if rank != link.rank]
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     context = call.context(sized(plan, lengths), step)
-    operation = operations.Exchange(context, flats_out, flats_in, plan.cuts[0].chunk)
+    operation = operations.Exchange(context, flats_out, flats_in, plan.lanes[0].chunking.chunk)
     return call.channel.submit(operation, call.site, results, async_op, copies)

@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
+from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
 from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, lane_chunks
 from thinwire.collectives.pipeline import CallContext, Operation
@@ -36,7 +37,7 @@ class AllReduce(Operation):
     def __init__(
         self, context: CallContext, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
     ) -> None:
-        super().__init__(context, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        super().__init__(context, max(lane.spec.chunking.num_chunks for lane in lanes), [lane.flat for lane in lanes])
         self._lanes = lanes
         self._reducer = reducer
         self._scale = scale
@@ -91,12 +92,12 @@ class AllReduce(Operation):
 class ReduceScatter(Operation):
     """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
-    A lane holds one row per rank, and its cut is of a row. If lanes have feedback, every
-    message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
+    A lane holds one row per rank, and its chunks are those of a row. If lanes have feedback,
+    every message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
     def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
-        chunks = max(lane.cut.num_chunks for lane in lanes)
+        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
         super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = scale
@@ -104,7 +105,7 @@ class ReduceScatter(Operation):
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         link = self._link
-        spans = [lane.cut.span(index) for lane in self._lanes]
+        spans = [lane.spec.chunking.span(index) for lane in self._lanes]
         pairs = zip(self._lanes, spans, strict=True)
         sizes = [
             lane.codec.wire_bytes(span.numel, lane.dtype) if span.numel or not index else 0 for lane, span in pairs
@@ -134,7 +135,7 @@ class ReduceScatter(Operation):
 
     def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
         """Write the wire of a span of the row for a rank."""
-        begin = rank * lane.cut.numel + span.begin
+        begin = rank * lane.spec.chunking.numel + span.begin
         part = lane.chunk(Span(begin, begin + span.numel), key, desk)
         part.wires = [wire]
         part.load()
@@ -169,21 +170,22 @@ class ReduceScatter(Operation):
 class Gather(Operation):
     """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
-    Rows may have any lengths; the cut of a lane is that of the longest.
+    Rows may have any lengths; the chunks of a lane are those of the longest.
     """
 
     def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
         outputs = [flat for row in outputs_LW for flat in row]
-        super().__init__(context, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.flat for lane in lanes])
+        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
+        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
-        pairs = zip([lane.cut for lane in lanes], outputs_LW, strict=True)
-        self._cuts = [[Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in row] for cut, row in pairs]
+        pairs = zip(lanes, outputs_LW, strict=True)
+        self._chunkings_LW = [[replace(lane.spec.chunking, numel=flat.numel) for flat in row] for lane, row in pairs]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         link = self._link
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
-        parts_LW = [[cut.span(index) for cut in cuts] for cuts in self._cuts]
+        parts_LW = [[chunking.span(index) for chunking in row] for row in self._chunkings_LW]
         pairs = zip(self._lanes, parts_LW, strict=True)
         sizes_LW = [wire_sizes(lane.codec, parts, lane.flat.dtype) for lane, parts in pairs]
         sizes_WL = list(zip(*sizes_LW, strict=True))
@@ -205,7 +207,7 @@ class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
     def __init__(self, context: CallContext, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
-        chunks = max(Cut(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
+        chunks = max(Chunking(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
         super().__init__(context, chunks, outputs, inputs)
         self._chunk = chunk
 
@@ -220,7 +222,7 @@ class Exchange(Operation):
                 codec.encode(self._inputs[peer].read(part, desk), wire, step=key.of(link.rank))
         lengths = [self._inputs[p].numel for p, _, _ in sends], [self._outputs[p].numel for p, _, _ in receives]
         moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0], lengths)
-        kept = Cut(self._inputs[link.rank].numel, self._chunk).span(index)
+        kept = Chunking(self._inputs[link.rank].numel, self._chunk).span(index)
         self._outputs[link.rank].read(kept, desk).copy_(self._inputs[link.rank].read(kept, desk))
         yield moving
         for peer, wire, part in receives:
@@ -233,7 +235,7 @@ class Exchange(Operation):
 
         On gloo an empty one travels where ranks have nothing for each other: one that expects something waits for it.
         """
-        spans = [Cut(flat.numel, self._chunk).span(index) for flat in flats]
+        spans = [Chunking(flat.numel, self._chunk).span(index) for flat in flats]
         empty = index == 0 and not self._link.on_stream
         peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
         sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
@@ -247,16 +249,16 @@ class Broadcast(Operation):
     one wire in either direction.
     """
 
-    def __init__(self, context: CallContext, flat: Flat, source: int, cut: Cut) -> None:
-        super().__init__(context, cut.num_chunks, [flat])
+    def __init__(self, context: CallContext, flat: Flat, source: int, chunking: Chunking) -> None:
+        super().__init__(context, chunking.num_chunks, [flat])
         self._flat = flat
         self._source = source
-        self._cut = cut
+        self._chunking = chunking
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         codec = self._codec
         link = self._link
-        span = self._cut.span(index)
+        span = self._chunking.span(index)
         key = Key(self._step, index)
         x = self._flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]

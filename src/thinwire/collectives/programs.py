@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
-from thinwire.collectives.chunks import Cut, Span, aligned
+from thinwire.collectives.chunks import Chunking, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
 from thinwire.collectives.transport import Transport
@@ -36,13 +36,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Program = Callable[[Workspace, Sequence[Tensor], int], None]
 
 
-def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
+def stream_chunking(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Chunking:
     """Cut a message into as few chunks as the scratch, for `held` wires, allows: on a GPU more chunks gain nothing."""
     count = -(-wire_bytes * max(held, MOST_WIRES) // (MAX_WIRE_BYTES * MOST_WIRES))
     if count < 2:
-        return Cut(numel, max(numel, 1))
+        return Chunking(numel, max(numel, 1))
     multiple = chunks.whole_chunk(shards, unit)
-    return Cut(numel, -(-numel // (count * multiple)) * multiple, 0, unit)
+    return Chunking(numel, -(-numel // (count * multiple)) * multiple, 0, unit)
 
 
 def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
@@ -101,7 +101,7 @@ class _Views:
     floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
 
 
-def _cut_rows(
+def _split_rows(
     link: Transport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
 ) -> _Views:
     """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
@@ -171,7 +171,7 @@ class SumChunk:
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
         self._floats = [lane.left_bytes for lane in self._lanes]
-        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._cut, begin)
+        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._split, begin)
 
     def run(
         self,
@@ -209,9 +209,9 @@ class SumChunk:
             if lane.recode is not None:
                 lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
 
-    def _cut(self, buffer: Tensor) -> _Views:
+    def _split(self, buffer: Tensor) -> _Views:
         owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        return _cut_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
+        return _split_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -246,7 +246,7 @@ class NodesChunk(SumChunk):
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
-        self.scratch = Region(end, self._cut)
+        self.scratch = Region(end, self._split)
 
     def _reduce(
         self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
@@ -270,16 +270,14 @@ class NodesChunk(SumChunk):
 class SumProgram:
     """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
 
-    def __init__(
-        self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
-    ) -> None:
-        self._cuts = cuts
-        self.count = max(cut.num_chunks for cut in cuts)
+    def __init__(self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float) -> None:
+        self._chunkings = [lane.chunking for lane in lanes]
+        self.count = max(chunking.num_chunks for chunking in self._chunkings)
         # The lanes that have anything in a chunk, and their sum.
         self._chunks: list[tuple[list[int], SumChunk]] = []
         made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
         for index in range(self.count):
-            lengths = tuple(cut.span(index).numel for cut in cuts)
+            lengths = tuple(chunking.span(index).numel for chunking in self._chunkings)
             some = [i for i, numel in enumerate(lengths) if numel]
             parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
             if len(links) == 2:
@@ -304,7 +302,7 @@ class SumProgram:
             self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
             return
         for index, (some, chunk) in enumerate(self._chunks):
-            spans = [self._cuts[i].span(index) for i in some]
+            spans = [self._chunkings[i].span(index) for i in some]
             parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
             steps = [mixed ^ (self._places[i] | index << 16) for i in some]
             pieces = None
@@ -381,8 +379,8 @@ def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
 def _row_scratch(link: Transport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
     """One or two matrices of rows; the wires for one rank lie side by side."""
     sizes = _row_sizes(lanes)
-    cut = functools.partial(_cut_rows, link, sizes, sizes, (), matrices)
-    return Region(matrices * link.world * sum(sizes), cut)
+    split = functools.partial(_split_rows, link, sizes, sizes, (), matrices)
+    return Region(matrices * link.world * sum(sizes), split)
 
 
 def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:

@@ -103,8 +103,7 @@ def _sum(
         return call.channel.launch(program, parts, outputs, step, call.site, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
-    (spec,), (cut,) = plan.lanes, plan.cuts
-    lane = Lane(spec, Flat(parts), cut)
+    lane = Lane(plan.lanes[0], Flat(parts))
     scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.context(plan, step), [lane], plan.reducer, scale)
     return call.channel.submit(operation, call.site, outputs, async_op)
