@@ -506,7 +506,7 @@ def begin(
 
 def travels(made: Chooser, size: Size = WIDE, name: str = "p") -> tuple[str, str]:
     spec = made.spec(name, size)
-    assert spec.first == choice.first_phase(spec.codec, spec.feedback)
+    assert spec.first_phase == choice.first_phase(spec.codec, spec.feedback)
     return str(spec.codec), spec.feedback
 
 

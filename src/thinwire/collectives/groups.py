@@ -90,8 +90,8 @@ def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
 def named(elsewhere: Mapping[int, int], *ranks: int) -> str:
     """Ranks of a group as errors name them: with their ranks in the world, where those are others (`elsewhere`)."""
     plural = "s" if len(ranks) > 1 else ""
-    own, world = (", ".join(map(str, each)) for each in (ranks, [elsewhere.get(rank, rank) for rank in ranks]))
-    return f"rank{plural} {own}{'' if own == world else f' of the group (global rank{plural} {world})'}"
+    local, world = (", ".join(map(str, each)) for each in (ranks, [elsewhere.get(rank, rank) for rank in ranks]))
+    return f"rank{plural} {local}{'' if local == world else f' of the group (global rank{plural} {world})'}"
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:

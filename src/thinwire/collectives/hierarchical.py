@@ -58,9 +58,9 @@ class Hierarchical:
 
     def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec) -> int:
         """Both phases inside, and the own shard's sum across."""
-        own = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
+        shard = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
         inner = TwoPhase(self.inside).sent_bytes(codec, numel, dtype)
-        return inner + self._outer.sent_bytes(across, own, total_dtype(across, dtype))
+        return inner + self._outer.sent_bytes(across, shard, total_dtype(across, dtype))
 
     @property
     def _outer(self) -> OneShot | TwoPhase:
@@ -105,11 +105,11 @@ class Hierarchical:
         if isinstance(codec, Identity) and x.dtype != total.dtype:  # its wires hold numbers of 16 bits
             each = torch.empty(numel, dtype=x.dtype, device=x.device)
             total.zero_()
-            for wire in chunk.own_WN:
+            for wire in chunk.received_WN:
                 codec.decode(wire, each, step=step)
                 total += each
         else:
-            codec.decode_sum(chunk.own_WN, total, step=step)
+            codec.decode_sum(chunk.received_WN, total, step=step)
         return total
 
     def _outer_chunk(self, chunk: LaneChunk, total: Tensor, watch: Watch | None) -> LaneChunk:

@@ -49,11 +49,11 @@ class LaneSpec(NamedTuple):
 
     numel: int
     codec: Codec
-    first: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
+    first_phase: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
     feedback: str = ""
     dtype: torch.dtype = torch.float32
-    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
-    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+    exact_local: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first_phase of the sums of nodes
     chunking: Chunking = Chunking(0, 1)  # a plan decides it
 
     @property
@@ -63,7 +63,7 @@ class LaneSpec(NamedTuple):
 
     @property
     def across_codecs(self) -> tuple[Codec, Codec]:
-        """Codec and first of the sums of nodes."""
+        """Codec and first_phase of the sums of nodes."""
         return self.across or (self.codec, self.codec)
 
     def copy_bytes(self, numel: int, *, scattered: bool = False) -> int:
@@ -91,9 +91,9 @@ class Lane:
         return self.spec.encoded
 
     @property
-    def keeps_own(self) -> bool:
+    def keeps_local(self) -> bool:
         """Whether a rank's part of its own shard stays as it is."""
-        return self.spec.exact_own or self.carry is not None
+        return self.spec.exact_local or self.carry is not None
 
     def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
         """A span of the lane's numbers."""
@@ -113,7 +113,7 @@ class LaneChunk:
     begin: int  # of the chunk in the lane
     shards: Sequence[Span] = ()  # of x: one per rank, or all of it
     wires: Sequence[Tensor] = ()  # one per shard
-    own_WN: Tensor = _NO_WIRES  # every rank's wire of the shard that this rank sums
+    received_WN: Tensor = _NO_WIRES  # every rank's wire of the shard that this rank sums
 
     @property
     def whole(self) -> Span:
@@ -141,11 +141,11 @@ class LaneChunk:
         if self.x is not self.source:
             self.source.copy_(self.x)
 
-    def message(self, part: Span) -> Tensor:
-        """A span of x as it would travel."""
+    def compensate(self, part: Span) -> Tensor:
+        """Add to a span of x what its feedback owes; returns it."""
         x = self.numbers(part)
         if self.lane.carry is not None:
-            self.lane.carry.message(self.span(part), self.source[part.begin : part.end], x)
+            self.lane.carry.compensate(self.span(part), self.source[part.begin : part.end], x)
         return x
 
     def encode(self, part: Span, codec: Codec, wire: Tensor, step: int) -> None:
@@ -158,7 +158,7 @@ class LaneChunk:
             if owed is not None:  # one pass encodes the sum, and leaves in x what was lost of it
                 codec.encode(owed, wire, step=step, residual=x)
                 return
-        x = self.message(part)
+        x = self.compensate(part)
         codec.encode(x, wire, step=step)
         if carry is None and watch is None:
             return

@@ -39,8 +39,9 @@ class Nodes(NamedTuple):
 
 
 # Of a lane: its feedback, what learns of its errors, and what learns whether a chunk is finite.
-Watched = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
-_UNWATCHED: Watched = (None, None, None)
+LaneHooks = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
+_NO_HOOKS: LaneHooks = (None, None, None)
+Watched = LaneHooks  # as integrations/fsdp calls it
 
 
 class _LaneMessage:
@@ -54,7 +55,7 @@ class _LaneMessage:
         self.text = text
         key = text, self.specs, scale
         self._plan = channel.known.get(key) or channel.remember(key, plan())
-        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes are watched, or None
+        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
 
     @functools.cached_property
     def wire_bytes(self) -> int:
@@ -152,7 +153,7 @@ def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
     assert not spec.feedback  # a hierarchy has none
     inside = codec_for(nodes.inside, (spec.numel,))
     codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
-    return spec._replace(dtype=dtype, codec=codec, first=codec, across=(spec.codec, spec.first))
+    return spec._replace(dtype=dtype, codec=codec, first_phase=codec, across=(spec.codec, spec.first_phase))
 
 
 class RowMessage(_LaneMessage):
@@ -189,7 +190,7 @@ class RowMessage(_LaneMessage):
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         step: int | None,
-        watched: Sequence[Watched] | None = None,
+        hooks: Sequence[LaneHooks] | None = None,
         note: Bad | None = None,
     ) -> None:
         """By lane: a row for the sum, and the rows of all ranks, which are changed where there is feedback.
@@ -199,8 +200,8 @@ class RowMessage(_LaneMessage):
         not finite.
         """
         call = issue_call(self.channel, self.text)
-        if self.program is None or watched is not None:
-            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, watched)
+        if self.program is None or hooks is not None:
+            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, hooks)
             self.channel.submit(operation, call.site, outputs, False)
             return
         program = self.program if note is None else functools.partial(self.program, bad=note)
@@ -215,11 +216,11 @@ def row_operation(
     inputs: Sequence[Tensor],
     step: int | None,
     scale: float | None,
-    watched: Sequence[Watched] | None = None,
+    hooks: Sequence[LaneHooks] | None = None,
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
-    parts = zip(plan.lanes, inputs, watched or [_UNWATCHED] * len(inputs), strict=True)
-    lanes = [Lane(spec, Flat([x]), *seen) for spec, x, seen in parts]
+    parts = zip(plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
+    lanes = [Lane(spec, Flat([x]), *lane_hooks) for spec, x, lane_hooks in parts]
     context = call.context(plan, step)
     if scale is not None:
         return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)

@@ -271,9 +271,9 @@ class Broadcast(Operation):
                     codec.encode(x[part.begin : part.end], wire, step=key.of(shard))
             yield link.exchange(list(shares.items()), [], self._tags[0])
         else:
-            own = shares.pop(link.rank, None)
-            yield link.exchange([], [] if own is None else [(self._source, own)], self._tags[0])
-            sends = [] if own is None else [(rank, own) for rank in others if rank != link.rank]
+            share = shares.pop(link.rank, None)
+            yield link.exchange([], [] if share is None else [(self._source, share)], self._tags[0])
+            sends = [] if share is None else [(rank, share) for rank in others if rank != link.rank]
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
         for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:

@@ -105,7 +105,7 @@ def sum_plan(
 
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
     """A lane of numbers of `dtype` as it is summed on one group: a rank adds its own numbers as they are."""
-    return spec._replace(dtype=dtype, exact_own=not isinstance(spec.codec, Identity))
+    return spec._replace(dtype=dtype, exact_local=not isinstance(spec.codec, Identity))
 
 
 def sum_sent_bytes(plan: CallPlan, specs: Sequence[LaneSpec]) -> int:
@@ -154,7 +154,7 @@ def _sum_program(
     if not all(link.on_stream for link in links) or not all(lane.numel for lane in lanes):
         return None
     for lane in lanes:
-        codecs = {lane.codec, lane.first, *(lane.across or ())}
+        codecs = {lane.codec, lane.first_phase, *(lane.across or ())}
         dtype = torch.float32 if lane.feedback else lane.dtype
         if not all(programs.fits(codec, dtype, lane.feedback) for codec in codecs):
             return None

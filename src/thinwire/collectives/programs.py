@@ -93,28 +93,33 @@ class _Views:
     """The parts of the scratch that a sum uses; L: one per lane."""
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
-    own: Tensor  # the row of this rank in them
+    local: Tensor  # the row of this rank in them
     came: Tensor  # the rows that come
     sent_L: list[Tensor]  # each lane's part of all rows
     came_L: list[Tensor]
-    own_L: list[Tensor]  # each lane's wire in the own row
+    local_L: list[Tensor]  # each lane's wire in the local row
     floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
 
 
 def _split_rows(
-    link: Transport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
+    link: Transport,
+    sizes: Sequence[int],
+    local_sizes: Sequence[int],
+    floats: Sequence[int],
+    matrices: int,
+    buffer: Tensor,
 ) -> _Views:
-    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
+    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the local wire, and of the floats."""
     stride = sum(sizes)
     matrix = link.world * stride
     sent = buffer[:matrix]
     came = buffer[matrix * (matrices - 1) : matrix * matrices]
-    own = sent[link.rank * stride : (link.rank + 1) * stride]
+    local = sent[link.rank * stride : (link.rank + 1) * stride]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    own_L = [own[start : start + nbytes] for start, nbytes in zip(starts, owns, strict=True)]
+    local_L = [local[start : start + nbytes] for start, nbytes in zip(starts, local_sizes, strict=True)]
     at = [matrices * matrix + sum(map(aligned, floats[:i])) for i in range(len(floats))]
     floats_L = [buffer[b : b + nbytes].view(torch.float32) for b, nbytes in zip(at, floats, strict=True)]
-    return _Views(sent, own, came, [sent[b:] for b in starts], [came[b:] for b in starts], own_L, floats_L)
+    return _Views(sent, local, came, [sent[b:] for b in starts], [came[b:] for b in starts], local_L, floats_L)
 
 
 class SumKernels:
@@ -127,17 +132,17 @@ class SumKernels:
         feedback = None
         if lane.feedback:
             feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
-        self.keeps_own = two_phase and (lane.exact_own or bool(lane.feedback))
-        own = link.rank if self.keeps_own else -1
-        first = _job(lane.first if two_phase else lane.codec, self.shape, lane, link.device, stride)
+        self.keeps_local = two_phase and (lane.exact_local or bool(lane.feedback))
+        own = link.rank if self.keeps_local else -1
+        encode_job = _job(lane.first_phase if two_phase else lane.codec, self.shape, lane, link.device, stride)
         self.job = _job(lane.codec, self.shape, lane, link.device, stride)
-        self.encode = rows.encoder(first, skip=own, by_row=int(two_phase), feedback=feedback)
+        self.encode = rows.encoder(encode_job, skip=own, by_row=int(two_phase), feedback=feedback)
         self.recode: rows.Recode | None = None
         self.row = link.rank if two_phase else 0
         if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
-            size = scale if self.keeps_own else abs(scale)
+            size = scale if self.keeps_local else abs(scale)
             self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
-        sign = -1.0 if scale < 0 and not self.keeps_own else 1.0
+        sign = -1.0 if scale < 0 and not self.keeps_local else 1.0
         added = 1 if two_phase else world
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
@@ -185,7 +190,7 @@ class SumChunk:
         views = self.scratch.views(space)
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
-        sent_L = views.sent_L if self._two_phase else views.own_L
+        sent_L = views.sent_L if self._two_phase else views.local_L
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
@@ -193,7 +198,7 @@ class SumChunk:
                 link.all_to_all(views.came, views.sent)
             self._reduce(space, views, xs, mixed, kept)
         if not space.dry_run:
-            link.all_gather(views.sent, views.own)
+            link.all_gather(views.sent, views.local)
         if bad is not None:
             for lane, wires in zip(self._lanes, views.sent_L, strict=True):
                 if lane.scan is not None:
@@ -207,11 +212,11 @@ class SumChunk:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self._lanes):
             if lane.recode is not None:
-                lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
+                lane.recode(views.came_L[i], views.local_L[i], mixed[i], xs[i] if lane.keeps_local else None, kept[i])
 
     def _split(self, buffer: Tensor) -> _Views:
-        owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        return _split_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
+        local_sizes = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
+        return _split_rows(self._link, self._sizes, local_sizes, self._floats, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -234,15 +239,15 @@ class NodesChunk(SumChunk):
         self._chunk = chunk
         self._scale = scale
         spans = [lane.shape.span(inside.rank) for lane in self._lanes]
-        owns = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
-        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in owns.items()}
+        numels = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
+        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in numels.items()}
         self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
         self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
         self._floats = [4 * (end - begin) for begin, end in spans]  # the sums of the own shards inside a node
         self._outer: SumChunk | None = None
         end = self._matrices + sum(map(aligned, self._floats))
-        if owns and across.world > 1:
-            outer = [LaneSpec(numel, *lanes[i].across_codecs) for i, numel in owns.items()]
+        if numels and across.world > 1:
+            outer = [LaneSpec(numel, *lanes[i].across_codecs) for i, numel in numels.items()]
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
@@ -264,7 +269,7 @@ class NodesChunk(SumChunk):
         for i, put in self._puts.items():
             lane = self._lanes[i].lane
             total = fitted(totals[i], lane.dtype, lane.across_codecs[0])
-            put(total, views.own_L[i], mixed[i], None)
+            put(total, views.local_L[i], mixed[i], None)
 
 
 class SumProgram:
@@ -325,7 +330,7 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 class RowProgram:
     """(*outputs, *inputs), one of each per lane: encode the inputs, send one message, decode the outputs.
 
-    `move` sends the scratch's sent rows and receives those that come. With `keeps_own` the output's own row is the
+    `move` sends the scratch's sent rows and receives those that come. With `keeps_local` the output's own row is the
     input's; one tensor alone is input and output.
     """
 
@@ -337,14 +342,14 @@ class RowProgram:
         decodes: Sequence[rows.Decode],
         *,
         in_place: bool = False,
-        keeps_own: bool = False,
+        keeps_local: bool = False,
     ) -> None:
         self._scratch = scratch
         self._encodes = encodes
         self._move = move
         self._decodes = decodes
         self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
-        self._keeps_own = keeps_own
+        self._keeps_local = keeps_local
 
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program; with a place to note that numbers are not finite."""
@@ -352,13 +357,13 @@ class RowProgram:
         count = len(self._decodes)
         inputs = tensors[-count:]
         mixed = hashing.mix64(step)
-        sent_L = views.own_L if self._in_place else views.sent_L
+        sent_L = views.local_L if self._in_place else views.sent_L
         for i, encode in enumerate(self._encodes):
             encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.dry_run:
-            self._move(views.came, views.own if self._in_place else views.sent)
+            self._move(views.came, views.local if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
-            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
+            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
 
 
 def _row_jobs(link: Transport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
@@ -405,7 +410,7 @@ def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
     each = [job.stride] * link.world
     move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
     decode = rows.decoder(job, skip=link.rank)
-    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_own=True)
+    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_local=True)
 
 
 def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:
