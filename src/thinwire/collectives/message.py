@@ -100,7 +100,6 @@ class Message(_LaneMessage):
         where = "" if nodes is None else f" in {nodes.inside}"
         text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
         self._scale = 1.0 / channel.world
-        self._scattered: dict[tuple[bool, ...], CallPlan] = {}  # plans by which lanes are scattered
 
         def plan() -> CallPlan:
             lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
@@ -130,10 +129,8 @@ class Message(_LaneMessage):
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
         call = issue_call(self.channel, self.text)
-        scattered = tuple(lane.flat.scattered for lane in lanes)
-        plan = self._scattered.get(scattered)
-        if plan is None:
-            plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
+        scattered = [lane.flat.scattered for lane in lanes]
+        plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.reducer is not None
         operation = operations.AllReduce(call.context(plan, step), lanes, plan.reducer, self._scale, meter)
         work = call.channel.submit(operation, call.site, outputs, True, copies)

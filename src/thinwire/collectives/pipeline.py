@@ -93,14 +93,6 @@ class Operation:
         for tensor, numbers in self.copies:
             tensor.detach().copy_(numbers.view(tensor.shape))
 
-    def end_if_done(self) -> None:
-        """Finish once the last chunk has ended."""
-        if self.ended == self.num_chunks and not self.work.is_ended:
-            with torch.inference_mode():
-                self.finish()
-            self.groups = ()
-            self.work.finished()
-
     def fail(self, error: BaseException) -> None:
         """Raise the error in all who wait for the operation."""
         self.groups = ()  # the error's traceback holds the operation, which would hold the group
@@ -196,13 +188,6 @@ class Pipeline:
     def idle(self) -> bool:
         return not self._under_way and self.entry is None
 
-    def enter(self, operation: Operation) -> None:
-        """Make it the next whose chunks are started."""
-        if self.failure is not None:
-            operation.work.failed(broken(self.failure))
-        else:
-            self.entry = operation
-
     def advance(self) -> None:
         """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
         try:
@@ -245,8 +230,13 @@ class Pipeline:
 
     def _end(self, running: _Running) -> None:
         self.scratch.give(running.scratch)
-        running.operation.ended += 1
-        running.operation.end_if_done()
+        operation = running.operation
+        operation.ended += 1
+        if operation.ended == operation.num_chunks:
+            with torch.inference_mode():
+                operation.finish()
+            operation.groups = ()
+            operation.work.finished()
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still be under way: nothing can run on this group any more."""
@@ -283,18 +273,14 @@ def serve(inbox: "SimpleQueue[Operation | None]", pipeline: Pipeline, is_over: C
         torch.cuda.set_device(pipeline.scratch.device)
     serving.pipeline = pipeline
     closing = False
-    while not (closing and pipeline.idle):
+    while pipeline.failure is None and not (closing and pipeline.idle):
         if pipeline.entry is None and not closing:
             try:
-                operation = inbox.get(block=pipeline.idle, timeout=_IDLE_S)
-                closing = operation is None
-                if operation is not None:
-                    pipeline.enter(operation)
-                del operation
+                pipeline.entry = inbox.get(block=pipeline.idle, timeout=_IDLE_S)
+                closing = pipeline.entry is None
             except Empty:
                 if pipeline.idle and is_over():
                     return
         pipeline.advance()
-        if pipeline.failure is not None:
-            refuse(inbox, pipeline.failure)
-            return
+    if pipeline.failure is not None:
+        refuse(inbox, pipeline.failure)

@@ -8,7 +8,7 @@ there both ends have to call alike, as with torch's own verbs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -142,7 +142,7 @@ def batch_isend_irecv(
         raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
     number = 0 if step is None else checks.check_step(step)
     requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
-    return start(requests, ops[0].group)
+    return start_transfers(requests, ops[0].group)
 
 
 def _one(
@@ -163,10 +163,10 @@ def _one(
     if group_peer is None and verb == "isend":
         raise CollectiveError("isend: expected dst or group_dst, got neither")
     number = 0 if step is None else checks.check_step(step)
-    return start([P2PRequest(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
+    return start_transfers([P2PRequest(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
 
 
-def start(requests: Sequence[P2PRequest], group: groups.Group) -> list[Work]:
+def start_transfers(requests: Sequence[P2PRequest], group: groups.Group) -> list[Work]:
     """Start messages of one group that wait for none of each other: a work for each, on NCCL one for all."""
     members = groups.resolve(group)
     for request in requests:
@@ -246,15 +246,12 @@ def _load_kernels(coder: Codec, numel: int, dtype: torch.dtype, device: torch.de
 
 def _start_one(channel: Channel, transfer: _Transfer) -> Work:
     link = channel.transport
-    peer = transfer.request.peer
-    messages = [] if peer is None else [(peer, transfer.wire)]
-    send, receive = (messages, []) if transfer.request.sent else ([], messages)
-    start_it: Callable[[], Moving] = functools.partial(link.send_recv, send, receive, transfer.tag)
-    if peer is None:
-        start_it = functools.partial(link.recv_any_source, transfer.wire, transfer.tag)
     site = CallSite(channel.next_p2p_call(), transfer.text)
     try:
-        transfer.moving = start_it()
+        if transfer.request.peer is None:
+            transfer.moving = link.recv_any_source(transfer.wire, transfer.tag)
+        else:
+            transfer.moving = link.send_recv(*_sorted([transfer]), transfer.tag)
     except LostRankError as error:
         lost = error.with_traceback(None)
     else:

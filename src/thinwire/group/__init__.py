@@ -31,7 +31,7 @@ from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.hierarchical import flat_algorithm
-from thinwire.collectives.point_to_point import P2PRequest, start
+from thinwire.collectives.point_to_point import P2PRequest, start_transfers
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
@@ -200,7 +200,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
             self._window.requests.append(request)
             return None
         if request.codec is not None:
-            return self._noted(start([request], self.inner)[0])
+            return self._noted(start_transfers([request], self.inner)[0])
         if request.peer is None:
             return self._plain(self.inner.recv_anysource, tensors, request.tag)
         return self._plain(self.inner.send if request.sent else self.inner.recv, tensors, request.peer, request.tag)
@@ -216,7 +216,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         window, self._window = self._window, None
         if window is None:
             raise CollectiveError("this group is not coalescing calls: begin with _start_coalescing")
-        return Together([*window.works, *(start(window.requests, self.inner) if window.requests else [])])
+        return Together([*window.works, *(start_transfers(window.requests, self.inner) if window.requests else [])])
 
     # --- the group itself ---
 
