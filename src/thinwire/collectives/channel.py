@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import itertools
 import math
 import os
 import threading
@@ -50,7 +51,7 @@ class Channel:
         self.failures = Failures(links)
         self.handshake = Handshake(links, self.failures)
         self.calls = 0
-        self._p2p_calls = 0
+        self.next_p2p_call = itertools.count(1).__next__  # other ranks count others
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
@@ -61,7 +62,7 @@ class Channel:
         self._async_index = 0  # the one in use
         self.stream = torch.cuda.Stream(device) if has_streams else None
         self.scratch = ScratchRing(device)
-        self._steps = 0
+        self.next_step = itertools.count().__next__  # of calls that name none: alike on all ranks
         self._pipeline = Pipeline(self.scratch, self.failures)
         self._inbox: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -70,18 +71,6 @@ class Channel:
     @property
     def failure(self) -> str | None:
         return self._failed or self._pipeline.failure or self.failures.over
-
-    def next_step(self) -> int:
-        """The step of a call that names none: such calls are counted, alike on all ranks."""
-        with self.lock:
-            self._steps += 1
-            return self._steps - 1
-
-    def next_p2p_call(self) -> int:
-        """The number of a message between this rank and another; other ranks have other numbers."""
-        with self.lock:
-            self._p2p_calls += 1
-            return self._p2p_calls
 
     def compare(self, site: CallSite, lengths: Lengths | None) -> int:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
@@ -155,10 +144,11 @@ class Channel:
     ) -> Work | None:
         """Launch the program of a call on the caller's stream or, with `async_op`, on one of the group's.
 
-        The host never waits. The program writes the first `written` tensors, which are the caller's `outputs` or views
-        of them; where a tensor is not contiguous it runs on copies. Before the first run (None: if the call is the
-        first of its kind) its kernels are compiled, all at once. `in_order`: of an operation, neither is done, and
-        asynchronous ones share one stream, since they add to the same feedback and statistics.
+        The host does not wait, unless torch was told to block in NCCL's calls. The program writes the first `written`
+        tensors, which are the caller's `outputs` or views of them; where a tensor is not contiguous it runs on copies.
+        Before the first run (None: if the call is the first of its kind) its kernels are compiled, all at once.
+        `in_order`: of an operation, neither is done, and asynchronous ones share one stream, since they add to the same
+        feedback and statistics.
         """
         assert self.caller_space is not None
         number = self.next_step() if step is None else check_step(step)

@@ -162,11 +162,6 @@ def _aside(run: Callable[[], Found], name: str, *, daemon: bool) -> "Future[Foun
     return found
 
 
-def _awake(run: Callable[[], Found]) -> Found:
-    """The result of `run`; signals reach Python while it waits inside gloo."""
-    return _aside(run, "thinwire-compare", daemon=False).result()
-
-
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
@@ -186,14 +181,16 @@ class Handshake:
         details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
         description = _PART.join((site.text, settings, details))
         fingerprint = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
-        run = functools.partial(self._compared, description, fingerprint, lengths is not None)
+        compare = functools.partial(self._compared, description, fingerprint, lengths is not None)
         on_stream = any(link.on_stream for link in self._links)
         ours = self._failures
         waited = f"{ours.this_rank} has waited {QUIET_S:g} s for the others in {ours.where(site)}"
         note = threading.Timer(QUIET_S, announce, [f"{waited}: all ranks have to call it"])
         note.start()
         try:
-            alike, described = ours.guard(site, run if on_stream else functools.partial(_awake, run))
+            # While another thread waits inside gloo, signals reach Python.
+            aside = compare if on_stream else _aside(compare, "thinwire-compare", daemon=False).result
+            alike, described = ours.guard(site, aside)
         finally:
             note.cancel()
         if alike and lengths is None:

@@ -99,8 +99,3 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
     limits = [options._timeout.total_seconds() for options in found if options is not None]
     return min(limits, default=dist.default_pg_timeout.total_seconds())
-
-
-def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    """torch's barrier; NCCL gets the device, which it would have to guess."""
-    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

@@ -96,7 +96,7 @@ class Operation:
     def fail(self, error: BaseException) -> None:
         """Raise the error in all who wait for the operation."""
         self.groups = ()  # the error's traceback holds the operation, which would hold the group
-        if not self.work.is_ended:
+        if not self.work.is_completed():
             self.work.failed(error)
 
 
@@ -167,7 +167,6 @@ class _Running:
     scratch: Tensor
     stages: Stages
     awaited: Sequence[Waitable] = ()
-    waited: int = 0  # how often
 
 
 _wait = ranged("thinwire::wire")(wait_for)
@@ -192,6 +191,7 @@ class Pipeline:
         """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
         try:
             running = self._new_chunk()
+            is_resumed = running is None
             if running is None:
                 if not self._under_way:
                     return
@@ -203,9 +203,7 @@ class Pipeline:
             except StopIteration:
                 self._end(running)
             else:
-                first = running.waited == 0
-                running.waited += 1
-                if running.operation.in_order and not first:
+                if running.operation.in_order and is_resumed:
                     self._under_way.appendleft(running)
                 else:
                     self._under_way.append(running)

@@ -28,11 +28,13 @@ def all_reduce(
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = reduction.torch_op if whole else SUM
     work = None
     for at, link in enumerate(links):
         if at:
             wait(work, call.channel, call.site)
-        work = link.group.allreduce([row], _options(reduction if whole else None))
+        work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
@@ -148,13 +150,6 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
     """What is read chunk by chunk; a copy where the part lies across rows of the whole, whose chunks are written."""
     offset = part.data_ptr() - whole.data_ptr()
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
-
-
-def _options(reduction: Reduction | None) -> Any:
-    """The options of a sum on a group; None is SUM."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = SUM if reduction is None else reduction.torch_op
-    return options
 
 
 def _start(call: IssuedCall, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import os
-import threading
 import time
 import weakref
 import zlib
@@ -118,8 +117,7 @@ class Tags:
     """The tags of a group, drawn in program order, whatever the device: its messages share one space."""
 
     def __init__(self) -> None:
-        self._next = 0
-        self._lock = threading.Lock()
+        self._sequences = itertools.count()
 
     def draw(self, fingerprint: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
@@ -127,9 +125,7 @@ class Tags:
         `fingerprint` is a number made of all that ranks have to agree on: messages of calls that differ have other
         tags, so they never meet. None is for messages that compare calls.
         """
-        with self._lock:
-            sequence = self._next
-            self._next = (sequence + 1) % _SEQUENCES
+        sequence = next(self._sequences) % _SEQUENCES
         return _tag(sequence, 0 if fingerprint is None else fingerprint % (_FINGERPRINTS - 1) + 1)
 
 

@@ -72,11 +72,6 @@ class Work(dist.Work):
             return bool(self._ready.query())
         return self._done.is_set()
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether `finished` or `failed` was called: on a GPU the outputs may still be on their way."""
-        return self._done.is_set()
-
     def is_success(self) -> bool:
         """Whether it is completed and did not fail."""
         return self.is_completed() and self._error is None
@@ -131,10 +126,6 @@ class StreamWork(Work):
         """What the current stream runs next may read the outputs; the host does not wait, so there is no timeout."""
         assert self._ready is not None
         self._ready.wait(torch.cuda.current_stream(self._device))
-        return True
-
-    @property
-    def is_ended(self) -> bool:
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
@@ -219,12 +210,8 @@ class TorchWork(Work):
             raise
         return True
 
-    @property
-    def is_ended(self) -> bool:
-        return self._waited or bool(self._work.is_completed())
-
     def is_completed(self) -> bool:
-        if not self.is_ended:
+        if not self._waited and not self._work.is_completed():
             return False
         with contextlib.suppress(Exception):  # `wait` and `exception` report what went wrong
             self.wait()

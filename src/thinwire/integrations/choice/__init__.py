@@ -186,7 +186,7 @@ class Chooser:
         self.step = step
         chosen = self._run_race(agree) if choice == Auto() else ""
         self.raced = bool(chosen)
-        self._agreed(candidate=None if self.race is None else auto.CANDIDATES[self.race.turn])
+        self._agreed(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
         if self._weighed_by != (self.setting, self.agreed.shared):
             self._weighed_by = self.setting, self.agreed.shared
             self._weighed.clear()
