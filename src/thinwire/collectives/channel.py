@@ -157,7 +157,8 @@ class Channel:
         if not in_order and not all(map(Tensor.is_contiguous, tensors)):
             program = functools.partial(copying, program, written, ())
         if not in_order and is_first_run:
-            self._compile(program, tensors, number)
+            program(Workspace(torch.device("meta")), tensors, number)  # a dry run
+            kernels.compiled()
         if async_op:
             self._async_index = 0 if in_order else self._async_index ^ 1
         space = self._async_spaces[self._async_index] if async_op and self._async_spaces else None
@@ -186,13 +187,6 @@ class Channel:
         if space is not None:
             return work
         return Work(list(outputs)).finished() if async_op else None
-
-    def _compile(self, program: Program, tensors: Sequence[Tensor], step: int) -> None:
-        """Compile the kernels of a program, all at once, before it first runs: on scratch without memory."""
-        space = Workspace(torch.device("meta"))
-        program(space, tensors, step)
-        space.release()
-        kernels.compiled()
 
     def settle(self, site: CallSite) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""

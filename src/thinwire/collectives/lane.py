@@ -182,6 +182,11 @@ def all_true(found: Tensor) -> Fine:
     return bool(whole) if whole.device.type == "cpu" else whole
 
 
+def received_are_finite(chunk: LaneChunk) -> Tensor:
+    """Whether all ranks' numbers are."""
+    return chunk.lane.codec.all_finite(chunk.received_WN, chunk.x.numel(), chunk.x.dtype)
+
+
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
     """Whether all lanes of a chunk are finite, if one has feedback or an `on_finite`, the first of which is called."""
     lanes = [chunk.lane for chunk in chunks]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, lane_chunks
+from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, check_finite, lane_chunks, received_are_finite
 from thinwire.collectives.pipeline import CallContext, Operation
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
@@ -92,8 +92,8 @@ class AllReduce(Operation):
 class ReduceScatter(Operation):
     """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
-    A lane holds one row per rank, and its chunks are those of a row. If lanes have feedback,
-    every message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
+    A lane holds one row per rank, and its chunks are those of a row. If lanes have feedback, every message also
+    says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
     def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
@@ -128,10 +128,13 @@ class ReduceScatter(Operation):
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
         fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
-        self._count(sizes, came_WN, spans)
-        for at, wires_WN in enumerate(columns(came_WN, sizes)):
-            if sizes[at]:
-                self._add(at, spans[at], wires_WN, rows[at], fine, desk)
+        for parts, wires_WN in zip(rows, columns(came_WN, sizes), strict=True):
+            for part in parts:
+                part.received_WN = wires_WN
+        check_finite([parts[0] for parts in rows if parts], received_are_finite)
+        for at, parts in enumerate(rows):
+            if parts:
+                self._add(at, spans[at], parts, fine, desk)
 
     def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
         """Write the wire of a span of the row for a rank."""
@@ -142,22 +145,14 @@ class ReduceScatter(Operation):
         part.encode(part.whole, lane.codec, wire, key.of(rank))
         return part
 
-    def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
-        """Call the first `on_finite` with whether what came, of all lanes, is finite."""
-        callbacks = [lane.on_finite for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.on_finite]
-        if callbacks:
-            parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
-            found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
-            callbacks[0](all_true(torch.stack(found)))
-
-    def _add(self, at: int, span: Span, wires_WN: Tensor, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
+    def _add(self, at: int, span: Span, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
         """Write a span of the output of lane `at`, and update what its feedback remembers."""
         lane = self._lanes[at]
         output = self._outputs[at]
         step = rows[0].key.of(self._link.rank)
         out = output.read(span, desk)
         total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
-        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=step)
+        lane.codec.decode_sum(rows[0].received_WN, total, scale=self._scale, step=step)
         if lane.carry is not None:
             for part in rows:
                 lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)

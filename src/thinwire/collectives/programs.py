@@ -366,51 +366,45 @@ class RowProgram:
             decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
 
 
-def _row_jobs(link: Transport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
-    """By lane: the job of one row, and of all ranks' rows. `numel` of a lane is that of a row."""
-    stride = sum(_row_sizes(lanes))
-    one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
-    every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
-    return (
-        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in one],
-        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in every],
+def _rows_of(
+    link: Transport, lanes: Sequence[LaneSpec], matrices: int
+) -> tuple[list[RowJob], list[RowJob], Region[_Views]]:
+    """By lane, whose `numel` is that of a row: the job of one row, and of all ranks' rows; then matrices of rows.
+
+    The wires for one rank lie side by side.
+    """
+    sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
+    one, every = (
+        [_job(lane.codec, Rows(n * lane.numel, lane.numel, n), lane, link.device, sum(sizes)) for lane in lanes]
+        for n in (1, link.world)
     )
-
-
-def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
-    return [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
-
-
-def _row_scratch(link: Transport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
-    """One or two matrices of rows; the wires for one rank lie side by side."""
-    sizes = _row_sizes(lanes)
     split = functools.partial(_split_rows, link, sizes, sizes, (), matrices)
-    return Region(matrices * link.world * sum(sizes), split)
+    return one, every, Region(matrices * link.world * sum(sizes), split)
 
 
 def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
     """output = scale * the sum over ranks of their row for this rank."""
-    one, every = _row_jobs(link, lanes)
+    one, every, scratch = _rows_of(link, lanes, 2)
     decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
-    return RowProgram(_row_scratch(link, lanes, 2), [rows.encoder(job) for job in every], link.all_to_all, decodes)
+    return RowProgram(scratch, [rows.encoder(job) for job in every], link.all_to_all, decodes)
 
 
 def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     """output = every rank's input, as decoded from its wire."""
-    one, every = _row_jobs(link, lanes)
+    one, every, scratch = _rows_of(link, lanes, 1)
     encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
     decodes = [rows.decoder(job) for job in every]
-    return RowProgram(_row_scratch(link, lanes, 1), encodes, link.all_gather, decodes, in_place=True)
+    return RowProgram(scratch, encodes, link.all_gather, decodes, in_place=True)
 
 
 def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
     """Row r of output = rank r's row for this rank; the own row is copied exactly."""
-    _, (job,) = _row_jobs(link, [lane])
+    _, (job,), scratch = _rows_of(link, [lane], 2)
     encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
     each = [job.stride] * link.world
     move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
     decode = rows.decoder(job, skip=link.rank)
-    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_local=True)
+    return RowProgram(scratch, [encode], move, [decode], keeps_local=True)
 
 
 def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:

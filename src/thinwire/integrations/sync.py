@@ -295,8 +295,8 @@ class NonfiniteGuard:
 
         spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
         """
-        own = float(self.code(rank, world, spoiled=spoiled))
-        (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
+        code = float(self.code(rank, world, spoiled=spoiled))
+        (least,) = over_groups("on_nonfinite", groups, device, [code], dist.ReduceOp.MIN)
         self.check(int(least), world, step)
 
     def code(self, rank: int, world: int, *, spoiled: bool) -> int:

@@ -224,8 +224,8 @@ class Chooser:
         seen = self.moments.seen
         known = 0 if not seen else 1 + FAMILIES.index(leading(list(seen.values())))
         waiting = any(name not in seen for name in self.sizes)
-        own = [float(known), float(waiting), float(self.moments.expected)]
-        shared, someone_waits, expects = agree(own, dist.ReduceOp.MAX)
+        local = [float(known), float(waiting), float(self.moments.expected)]
+        shared, someone_waits, expects = agree(local, dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
             asked = self.agreed.family
             family = asked or (FAMILIES[int(shared) - 1] if shared else "adaptive")

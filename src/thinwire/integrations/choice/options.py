@@ -358,8 +358,8 @@ def spelled_out(function: Function) -> Function:
     *first, rest = _parameters(function).values()
     (keywords,) = get_args(rest.annotation)
     options = [p for name, p in _parameters(DDPOptions).items() if name in keywords.__optional_keys__]
-    own = inspect.signature(function)
-    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    signature = inspect.signature(function)
+    function.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return function
 
 
