@@ -77,9 +77,8 @@ def all_to_all(codec: Codec, inputs: Parts, rank: int, step: int) -> list[Tensor
 def broadcast(codec: Codec, x: Tensor, world: int, step: int) -> Tensor:
     """What every rank holds of the source's x."""
     out = torch.full_like(x, math.nan)
-    for index, span in spans(
-        choose_chunking(x.numel(), codec.wire_bytes(x.numel(), x.dtype), world, world - 1, codec.unit)
-    ):
+    wire = codec.wire_bytes(x.numel(), x.dtype)
+    for index, span in spans(choose_chunking(x.numel(), wire, world, world - 1, codec.unit)):
         for shard, part in enumerate(shards(span, world - 1, codec.unit)):
             passed(codec, taken(x, part), taken(out, part), Key(step, index).of(shard))
     return out

@@ -35,8 +35,7 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     size = reducer.scratch_bytes(codec, chunking.chunk, x.dtype)
     call = issue_call(channel, "all_reduce")
     plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec, chunking=chunking)], size, 3 * size)
-    context = call.context(plan, 7)
-    return AllReduce(context, [Lane(plan.lanes[0], Flat([x]))], reducer, 1.0)
+    return AllReduce(call.context(plan, 7), [Lane(plan.lanes[0], Flat([x]))], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:

@@ -88,9 +88,8 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     def average(x: torch.Tensor, step: int) -> None:
         plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec, kind, chunking=chunking)], size, 3 * size)
         call = issue_call(channel, plan.text)
-        context = call.context(plan, step)
         lane = Lane(plan.lanes[0], Flat([x]), carry, None, told.append)
-        channel.submit(AllReduce(context, [lane], reducer, 1.0), call.site).wait()
+        channel.submit(AllReduce(call.context(plan, step), [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -383,7 +383,7 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
         plan = CallPlan("", [lane.spec for lane in made], reducer=reduce)
         nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
-        context = CallContext(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
+        context = CallContext(reduce.transport, step, (0,), nbytes, nbytes)
         operations.append(AllReduce(context, made, reduce, 1.0 / world))
     for index in range(operations[0].num_chunks):
         together([op.chunk(index, Desk(torch.empty(op.chunk_bytes, dtype=torch.uint8))) for op in operations])

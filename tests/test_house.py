@@ -192,7 +192,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (25, 5925, 67), "integrations": (21, 5684, 53)}
+BUDGETS = {"collectives": (25, 5872, 67), "integrations": (21, 5683, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -204,8 +204,8 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 33_118),
-    "tests": (["tests/*.py"], str.splitlines, 31_905),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 33_062),
+    "tests": (["tests/*.py"], str.splitlines, 31_901),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
 }

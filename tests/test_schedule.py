@@ -346,9 +346,8 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
     if verb in ("reduce_scatter", "all_gather"):
         part = numel // world
         return world * chunks.choose_chunking(part, world * coder.wire_bytes(part), world).chunk
-    return chunks.choose_chunking(
-        numel, coder.wire_bytes(numel), world, world - 1 if verb == "broadcast" else world
-    ).chunk
+    shards = world - 1 if verb == "broadcast" else world
+    return chunks.choose_chunking(numel, coder.wire_bytes(numel), world, shards).chunk
 
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:

@@ -41,8 +41,7 @@ class IssuedCall:
         self.site.step = number
         fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(fingerprint) for link in channel.transports)
-        codec = plan.lanes[0].codec
-        return CallContext(channel.transport, codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
+        return CallContext(channel.transport, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
     setting = context  # as integrations/fsdp calls it
 

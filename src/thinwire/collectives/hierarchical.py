@@ -69,7 +69,9 @@ class Hierarchical:
     @property
     def messages(self) -> int:
         """How often a chunk waits, the same on all ranks, whether their shards hold anything or not."""
-        return 2 if self.across.world == 1 else 3 if isinstance(self._outer, OneShot) else 4
+        if self.across.world == 1:
+            return 2
+        return 3 if isinstance(self._outer, OneShot) else 4
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         link = self.inside

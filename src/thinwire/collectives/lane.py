@@ -131,6 +131,10 @@ class LaneChunk:
     def numbers(self, part: Span) -> Tensor:
         return self.x[part.begin : part.end]
 
+    def all_finite(self) -> Tensor:
+        """Whether what all ranks sent is finite."""
+        return self.lane.codec.all_finite(self.received_WN, self.x.numel(), self.x.dtype)
+
     def load(self) -> None:
         """x = source, unless feedback makes it."""
         if self.x is not self.source and self.lane.carry is None:
@@ -180,11 +184,6 @@ def all_true(found: Tensor) -> Fine:
     """Whether all of these are true."""
     whole = found.all()
     return bool(whole) if whole.device.type == "cpu" else whole
-
-
-def received_are_finite(chunk: LaneChunk) -> Tensor:
-    """Whether all ranks' numbers are."""
-    return chunk.lane.codec.all_finite(chunk.received_WN, chunk.x.numel(), chunk.x.dtype)
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:

@@ -152,7 +152,7 @@ def broadcast(
         return call.channel.launch(plan.program, (part,), [tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.broadcast(call, part, plan.source, [tensor], async_op)
-    operation = operations.Broadcast(call.context(plan, step), Flat([part]), plan.source, plan.lanes[0].chunking)
+    operation = operations.Broadcast(call.context(plan, step), Lane(plan.lanes[0], Flat([part])), plan.source)
     return call.channel.submit(operation, call.site, [tensor], async_op)
 
 
@@ -314,5 +314,5 @@ def _exchange(
     others = [rank for rank in range(link.world) if rank != link.rank]
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     context = call.context(sized(plan, lengths), step)
-    operation = operations.Exchange(context, flats_out, flats_in, plan.lanes[0].chunking.chunk)
+    operation = operations.Exchange(context, plan.lanes[0], flats_out, flats_in)
     return call.channel.submit(operation, call.site, results, async_op, copies)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, check_finite, lane_chunks, received_are_finite
+from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, all_true, check_finite, lane_chunks
 from thinwire.collectives.pipeline import CallContext, Operation
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
@@ -131,7 +131,7 @@ class ReduceScatter(Operation):
         for parts, wires_WN in zip(rows, columns(came_WN, sizes), strict=True):
             for part in parts:
                 part.received_WN = wires_WN
-        check_finite([parts[0] for parts in rows if parts], received_are_finite)
+        check_finite([parts[0] for parts in rows if parts], LaneChunk.all_finite)
         for at, parts in enumerate(rows):
             if parts:
                 self._add(at, spans[at], parts, fine, desk)
@@ -201,10 +201,11 @@ class Gather(Operation):
 class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
-    def __init__(self, context: CallContext, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
-        chunks = max(Chunking(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
+    def __init__(self, context: CallContext, lane: LaneSpec, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
+        self._codec = lane.codec
+        self._chunk = lane.chunking.chunk
+        chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
         super().__init__(context, chunks, outputs, inputs)
-        self._chunk = chunk
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         codec = self._codec
@@ -238,27 +239,26 @@ class Exchange(Operation):
 
 
 class Broadcast(Operation):
-    """flat = the source's numbers, which every rank, the source too, decodes from the source's wires.
+    """lane = the source's numbers, which every rank, the source too, decodes from the source's wires.
 
     The source sends every other rank a share of the wires, and these pass their shares on: no link carries more than
     one wire in either direction.
     """
 
-    def __init__(self, context: CallContext, flat: Flat, source: int, chunking: Chunking) -> None:
-        super().__init__(context, chunking.num_chunks, [flat])
-        self._flat = flat
+    def __init__(self, context: CallContext, lane: Lane, source: int) -> None:
+        super().__init__(context, lane.spec.chunking.num_chunks, [lane.flat])
+        self._lane = lane
         self._source = source
-        self._chunking = chunking
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        codec = self._codec
+        codec = self._lane.codec
         link = self._link
-        span = self._chunking.span(index)
+        span = self._lane.spec.chunking.span(index)
         key = Key(self._step, index)
-        x = self._flat.read(span, desk)
+        x = self._lane.flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]
         parts = shards(Span(0, span.numel), len(others), codec.unit)
-        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._flat.dtype)]
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, x.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
             for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
@@ -273,4 +273,4 @@ class Broadcast(Operation):
         for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
                 codec.decode(wire, x[part.begin : part.end], step=key.of(shard))
-        self._flat.write(span, x)
+        self._lane.flat.write(span, x)

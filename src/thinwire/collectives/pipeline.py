@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, Flat, aligned
 from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
@@ -41,7 +40,6 @@ class CallContext:
     """What the operation of a call needs to know."""
 
     link: Transport
-    codec: Codec
     step: int
     tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
     chunk_bytes: int  # scratch of one chunk
@@ -67,7 +65,6 @@ class Operation:
         self, context: CallContext, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
     ) -> None:
         self._link = context.link
-        self._codec = context.codec
         self._step = context.step
         self._tags = context.tags
         self.num_chunks = num_chunks

@@ -50,9 +50,9 @@ class PlanKey(NamedTuple):
     row: tuple[int, ...] | None = None  # the shape of what an exchange does not cut
 
     def __str__(self) -> str:
-        lengths = list(self.lengths) if self.verb == "all_gather" else "+".join(map(str, self.lengths))
+        numel = "+".join(map(str, self.lengths))
         parts = [
-            "" if not self.lengths else f"{'lengths' if self.verb == 'all_gather' else 'numel'}={lengths}",
+            f"lengths={list(self.lengths)}" if self.verb == "all_gather" else numel and f"numel={numel}",
             "" if self.reduction is None else f"op={self.reduction}",
             "" if self.source is None else f"from rank {self.source}",
             "" if self.row is None else f"rows of {self.row}",

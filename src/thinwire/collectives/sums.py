@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Desk, Span, others_first, shards, wire_sizes
-from thinwire.collectives.lane import LaneChunk, check_finite, decoded, received_are_finite
+from thinwire.collectives.lane import LaneChunk, check_finite, decoded
 from thinwire.collectives.transport import Stages, Transport, Waitable
 from thinwire.feedback import Fine
 
@@ -44,7 +44,7 @@ class OneShot:
             chunk.load()
             chunk.encode(chunk.whole, chunk.lane.codec, received_WN[link.rank], chunk.key.of(0))
         yield link.gather(wires_WN.unbind(), tags[0])
-        fine = check_finite(chunks, received_are_finite)
+        fine = check_finite(chunks, LaneChunk.all_finite)
         for chunk in chunks:
             carry = chunk.lane.carry
             span = chunk.span(chunk.whole)

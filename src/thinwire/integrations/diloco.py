@@ -47,8 +47,6 @@ from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
-_LR = 0.7
-_MOMENTUM = 0.9
 
 _open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
 
@@ -219,7 +217,7 @@ class DiLoCo(Handle):
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
         names = [name for fragment in self._fragments for name in fragment.names]
         if given is None:
-            return torch.optim.SGD(copies, lr=_LR, momentum=_MOMENTUM, nesterov=True)
+            return torch.optim.SGD(copies, lr=0.7, momentum=0.9, nesterov=True)
         if isinstance(given, Optimizer):
             self._move(given, known)
         found: object = given(copies) if callable(given) else given

@@ -171,7 +171,9 @@ class GradientSync:
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         """Replace what is remembered of gradients; on a mesh by nothing, since nothing there has feedback."""
-        self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
+        if self._nodes is not None:
+            residuals = means = {}
+        self.memories.load(residuals, means, kinds)
         self.errors.load(errors)
         self._buckets.clear()
 

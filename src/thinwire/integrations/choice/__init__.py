@@ -327,7 +327,6 @@ class Chooser:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue from what was agreed on before `step`; raises before anything has changed."""
         family = str(state["optimizer"])
-        why = str(state["why"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
         self._agreed(candidate=None, fastest=fastest, widths=widths)
@@ -336,7 +335,7 @@ class Chooser:
             self._agreed(family=self.agreed.family or family, keeps_moments=moments)
             self.moments.stop()
         self.race = None
-        self.why = why
+        self.why = str(state["why"])
         self.step = max(0, step - 1)
 
 

@@ -90,7 +90,6 @@ WIDTHS: tuple[tuple[Codec, float], ...] = (
     (BlockInt(6), 7.0e-4),
     (BlockInt(8), 4.2e-5),
 )
-_LOSS = dict(WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _bytes(layer: Layer, width: int) -> int:
 def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
     """(minus the drop of error per byte, index, bytes) of the next width."""
     cost = max(1, _bytes(layer, width + 1) - _bytes(layer, width))
-    whole = layer.lost / _LOSS[layer.codec]
+    whole = layer.lost / dict(WIDTHS)[layer.codec]
     return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost
 
 
