@@ -187,7 +187,7 @@ def prepare(case: OpCase, backend: Backend, x: Tensor, filler: Backend | None = 
     if case.op == "encode":
         return lambda: backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
     if case.op == "checksum":
-        return lambda: transport.sums_of(wires_WN[0])
+        return lambda: transport.checksums_of(wires_WN[0])
     if case.op == "encode_residual":
         residual = torch.zeros_like(x, dtype=torch.float32)
         return lambda: backend.encode(how, x, wires_WN[0], residual, rotation=_KEY, dither=0)

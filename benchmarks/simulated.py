@@ -145,7 +145,7 @@ class ReplicaAverager:
             for rank, (launches, x) in enumerate(zip(lane.launches_W, xs, strict=True)):
                 if launches.recode is not None:
                     wire = whole_WS[rank, lane.start :][: launches.job.layout(rank).nbytes]
-                    own = x if launches.keeps_own else None
+                    own = x if launches.keeps_local else None
                     came = came_WWS[rank].view(-1)[lane.start :]
                     launches.recode(came, wire, mixed ^ lane.mixed, own, lane.memory(rank, x))
         self._receive(rows_WN, xs_L, whole_WS.view(-1), Bad(self._note, step + 1))
@@ -167,12 +167,12 @@ class ReplicaAverager:
     def _measure(self, xs_L: Sequence[Sequence[Tensor]], step: int) -> None:
         """What one rounding of every replica's message loses, by parameter."""
         for lane, xs in zip(self._lanes, xs_L, strict=True):
-            codec = lane.lane.spec.first
+            codec = lane.lane.spec.first_phase
             watch = self._errors.watch(lane.lane.pieces, self.device)
             for x, carry in zip(xs, lane.carries_W, strict=True):
                 message = x.clone()
                 if carry is not None:
-                    carry.message((0, x.numel()), x, message)
+                    carry.compensate((0, x.numel()), x, message)
                 wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=self.device)
                 codec.encode(message, wire, step=step)
                 watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
@@ -181,7 +181,7 @@ class ReplicaAverager:
         specs = [self.chooser.spec(name, size) for name, size in self.sizes.items()]
         found = lanes_of(list(self.sizes), specs, bridge=math.inf)
         spots = [Spot(rank, self.world, self.device) for rank in range(self.world)]
-        streamed = [s._replace(exact_own=not isinstance(s.codec, Identity)) for s in (lane.spec for lane in found)]
+        streamed = [s._replace(exact_local=not isinstance(s.codec, Identity)) for s in (lane.spec for lane in found)]
         sizes = [s.codec.wire_bytes(lane_rows(s, self.world, two_phase=True).each, s.encoded) for s in streamed]
         self._stride = sum(sizes)
         links: list[Any] = list(spots)

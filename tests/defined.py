@@ -13,7 +13,7 @@ from torch import Tensor
 from cases import recoded, wire_of, wires_of
 from thinwire import Codec
 from thinwire.collectives import plan
-from thinwire.collectives.chunks import Cut, Span, cut, shards
+from thinwire.collectives.chunks import Chunking, Span, choose_chunking, shards
 from thinwire.collectives.lane import Key
 
 Parts = Sequence[Tensor]  # one per rank
@@ -25,7 +25,7 @@ def all_reduce(codec: Codec, inputs: Parts, algorithm: str, scale: float, step: 
     numel = inputs[0].numel()
     dtype = inputs[0].dtype
     out = torch.full((numel,), math.nan, dtype=dtype)
-    whole = cut(numel, codec.wire_bytes(numel, dtype), world, world, codec.unit)
+    whole = choose_chunking(numel, codec.wire_bytes(numel, dtype), world, world, codec.unit)
     for index, span in spans(whole):
         parts = [span] if algorithm == "one_shot" else shards(span, world, codec.unit)
         for shard, part in enumerate(parts):
@@ -47,7 +47,7 @@ def reduce_scatter(codec: Codec, inputs: Parts, rank: int, scale: float, step: i
     numel = rows[0].numel()
     out = torch.full((numel,), math.nan, dtype=rows[0].dtype)
     wire = codec.wire_bytes(numel, out.dtype) * (len(inputs) if numel else 1)
-    for index, span in spans(cut(numel, wire, len(inputs), unit=codec.unit)):
+    for index, span in spans(choose_chunking(numel, wire, len(inputs), unit=codec.unit)):
         if span.numel:
             wires_WN = wires_of(codec, [taken(row, span) for row in rows], step=Key(step, index).of(rank))
             codec.decode_sum(wires_WN, taken(out, span), scale=scale)
@@ -59,9 +59,9 @@ def all_gather(codec: Codec, inputs: Parts, step: int) -> list[Tensor]:
     longest = max(x.numel() for x in inputs)
     total = sum(x.numel() for x in inputs)
     wire = codec.wire_bytes(longest, inputs[0].dtype) * max(1, -(-total // max(longest, 1)))
-    most = cut(longest, wire, len(inputs), unit=codec.unit)
-    cuts = [Cut(x.numel(), most.chunk, most.edge, most.unit) for x in inputs]
-    return [sent(codec, x, cuts[rank], rank, step) for rank, x in enumerate(inputs)]
+    most = choose_chunking(longest, wire, len(inputs), unit=codec.unit)
+    chunkings = [Chunking(x.numel(), most.chunk, most.edge, most.unit) for x in inputs]
+    return [sent(codec, x, chunkings[rank], rank, step) for rank, x in enumerate(inputs)]
 
 
 def all_to_all(codec: Codec, inputs: Parts, rank: int, step: int) -> list[Tensor]:
@@ -69,20 +69,22 @@ def all_to_all(codec: Codec, inputs: Parts, rank: int, step: int) -> list[Tensor
     dtype = inputs[0].dtype
     chunk = max(1024, int(plan._MESSAGE_BYTES / (codec.wire_bytes(1 << 16, dtype) / (1 << 16))) // 1024 * 1024)
     return [
-        x if source == rank else sent(codec, x, Cut(x.numel(), chunk), source, step) for source, x in enumerate(inputs)
+        x if source == rank else sent(codec, x, Chunking(x.numel(), chunk), source, step)
+        for source, x in enumerate(inputs)
     ]
 
 
 def broadcast(codec: Codec, x: Tensor, world: int, step: int) -> Tensor:
     """What every rank holds of the source's x."""
     out = torch.full_like(x, math.nan)
-    for index, span in spans(cut(x.numel(), codec.wire_bytes(x.numel(), x.dtype), world, world - 1, codec.unit)):
+    wire = codec.wire_bytes(x.numel(), x.dtype)
+    for index, span in spans(choose_chunking(x.numel(), wire, world, world - 1, codec.unit)):
         for shard, part in enumerate(shards(span, world - 1, codec.unit)):
             passed(codec, taken(x, part), taken(out, part), Key(step, index).of(shard))
     return out
 
 
-def spans(whole: Cut) -> list[tuple[int, Span]]:
+def spans(whole: Chunking) -> list[tuple[int, Span]]:
     """Chunks with their numbers."""
     return [(index, whole.span(index)) for index in range(whole.num_chunks)]
 
@@ -91,7 +93,7 @@ def taken(x: Tensor, span: Span) -> Tensor:
     return x[span.begin : span.end]
 
 
-def sent(codec: Codec, x: Tensor, whole: Cut, shard: int, step: int) -> Tensor:
+def sent(codec: Codec, x: Tensor, whole: Chunking, shard: int, step: int) -> Tensor:
     """x through encode and decode, chunk by chunk."""
     out = torch.full_like(x, math.nan)
     for index, span in spans(whole):

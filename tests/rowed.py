@@ -31,9 +31,9 @@ class RowedTransport(transport.PairTransport):
         self.log.append(("all_to_all", sent.numel()))
         dist.all_to_all_single(came, sent, group=self.group)
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        self.log.append(("all_gather", whole.numel()))
-        groups.all_gather_single(whole, own.clone(), group=self.group)
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        self.log.append(("all_gather", output.numel()))
+        groups.all_gather_single(output, input.clone(), group=self.group)
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         self.log.append(("broadcast", whole.numel()))

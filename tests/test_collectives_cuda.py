@@ -15,7 +15,7 @@ from cases import CUDA, needs_cuda, no_host_sync, on_ranks
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.failures import CallSite
@@ -31,11 +31,11 @@ SITE = CallSite(1, "all_reduce")
 
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
-    reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
-    size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
-    call = Call(channel, "all_reduce")
-    setting = call.setting(CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size), 7)
-    return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
+    reducer, chunking = kind(channel.transport), chunks.Chunking(x.numel(), 16_384)
+    size = reducer.scratch_bytes(codec, chunking.chunk, x.dtype)
+    call = issue_call(channel, "all_reduce")
+    plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec, chunking=chunking)], size, 3 * size)
+    return AllReduce(call.context(plan, 7), [Lane(plan.lanes[0], Flat([x]))], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:
@@ -56,9 +56,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     channel, codec = nccl_channel(), thinwire.codec(spec)
     x = torch.randn(N, device=CUDA).to(dtype)
     expected, y = x.clone(), x.clone()
-    channel.run(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
+    channel.submit(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, KINDS[kind], y), SITE)
+        work = channel.submit(stream_operation(channel, codec, KINDS[kind], y), SITE)
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -91,20 +91,20 @@ def test_a_collective_is_captured_in_a_graph(group: dist.ProcessGroup, spec: str
     x, warm = torch.randn(N, device=CUDA), torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        channel.run(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
+        channel.submit(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
     torch.cuda.synchronize()
     time.sleep(0.5)  # NCCL's watchdog asks for finished works, which a capture would forbid
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it waits for NCCL
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            channel.run(stream_operation(channel, codec, reducer, x), SITE).wait()
+            channel.submit(stream_operation(channel, codec, reducer, x), SITE).wait()
     errors = []
     for _ in range(3):
         numbers = torch.randn(N, device=CUDA)
         x.copy_(numbers)
         graph.replay()
-        channel.run(stream_operation(channel, codec, reducer, numbers), SITE).wait()
+        channel.submit(stream_operation(channel, codec, reducer, numbers), SITE).wait()
         errors.append(float((x - numbers).abs().max()))
     return errors
 
@@ -160,7 +160,7 @@ def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -
     out, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = Call(channel, "all_gather")
+    call = issue_call(channel, "all_gather")
     work = torch_verbs.all_gather(call, out, x, [out], async_op=True)
     assert work is not None
     with torch.cuda.stream(side):

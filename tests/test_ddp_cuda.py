@@ -19,7 +19,7 @@ from replicas import READY, Given, backward, draw, flat, wrap
 from test_collectives_cuda import nccl_channel
 from thinwire import feedback
 from thinwire.collectives import chunks
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Fine, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
@@ -77,20 +77,19 @@ def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: 
 
 def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, float]:
     channel, device = nccl_channel(), CUDA
-    codec, cut = thinwire.codec("lloyd2"), chunks.Cut(N, 16_384)
+    codec, chunking = thinwire.codec("lloyd2"), chunks.Chunking(N, 16_384)
     memories = [torch.zeros(N, device=device) for _ in range(2)]
     gaps = feedback.Gaps([feedback.Piece("all", N)])
     carry = feedback.Classic(memories[0], 1, gaps) if kind == "classic" else feedback.EF21(*memories, 1, gaps)
     reducer = OneShot(channel.transport)
-    size = reducer.scratch_bytes(codec, cut.chunk, torch.float32)
+    size = reducer.scratch_bytes(codec, chunking.chunk, torch.float32)
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec)], [cut], size, 3 * size)
-        call = Call(channel, plan.text)
-        setting = call.setting(plan, step)
-        lane = Lane(Flat([x]), cut, codec, codec, carry, None, told.append)
-        channel.run(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
+        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec, kind, chunking=chunking)], size, 3 * size)
+        call = issue_call(channel, plan.text)
+        lane = Lane(plan.lanes[0], Flat([x]), carry, None, told.append)
+        channel.submit(AllReduce(call.context(plan, step), [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

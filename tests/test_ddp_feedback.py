@@ -324,8 +324,8 @@ def test_other_chunks_remember_as_ever(group: Group, feedback: str) -> None:
     """A bad number spoils its block of the results, and no residual of its chunk changes on any rank."""
     shapes, coder = {"w": (4000,)}, Lloyd(2, 32)
     with small_chunks():
-        cut = chunks.cut(4000, coder.wire_bytes(4000), group.size(), group.size())
-        span = next(span for i in range(cut.num_chunks) if (span := cut.span(i)).begin <= 1234 < span.end)
+        chunking = chunks.choose_chunking(4000, coder.wire_bytes(4000), group.size(), group.size())
+        span = next(span for i in range(chunking.num_chunks) if (span := chunking.span(i)).begin <= 1234 < span.end)
         model = wrap(Given(shapes), group, 1024.0)
         handle = compress_ddp(model, coder, feedback=feedback, exempt="none")
         for step in range(2):

@@ -113,9 +113,9 @@ def test_scratch_is_a_wire_and_two_chunks(group: Group, algorithm: str) -> None:
             handle = compress_ddp(model, name, algorithm=algorithm, feedback="none", exempt="none")
             for step in range(2):
                 backward(model, [torch.full((numel,), 1.0 + step + group.rank())])
-            cut = chunks.cut(numel, coder.wire_bytes(numel), group.size(), group.size())
-        assert cut.num_chunks > 2
-        chunk = coder.wire_bytes(cut.chunk)
+            chunking = chunks.choose_chunking(numel, coder.wire_bytes(numel), group.size(), group.size())
+        assert chunking.num_chunks > 2
+        chunk = coder.wire_bytes(chunking.chunk)
         alone = group.size() * chunk if algorithm == "one_shot" else 2 * chunk + 4096
         dist.barrier(own)
         assert 0 < handle.stats().scratch_bytes <= max(coder.wire_bytes(numel) + 2 * chunk, alone) + 4096

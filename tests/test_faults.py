@@ -395,7 +395,7 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 @on_ranks(2)
 def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(group: Group, variable: str) -> None:
     """A sum when all is well, and one when what rank 0 sends changes after its checksum was taken."""
-    summed, to_damage = transport.sums_of, [False]
+    summed, to_damage = transport.checksums_of, [False]
 
     def damaged(message: Tensor) -> Tensor:
         sums = summed(message)
@@ -403,7 +403,7 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(group: Group, variabl
             message.view(torch.uint8).view(-1)[1000] ^= 4
         return sums
 
-    with patch.dict(os.environ, {variable: "1"}), patch.object(transport, "sums_of", damaged):
+    with patch.dict(os.environ, {variable: "1"}), patch.object(transport, "checksums_of", damaged):
         member, x = dist.new_group(), torch.full((100_000,), 127.0)
         thinwire.all_reduce(x, group=member, **HOW)
         assert (x == 254).all()
@@ -459,12 +459,12 @@ def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
         future = work.get_future()
         kept = [failure(work.wait), failure(future.wait), failure(future.value)]
     assert all(kept)
-    line = channel_of(member, CPU).scratch.nbytes
+    held = channel_of(member, CPU).scratch.nbytes
     refs = weakref.ref(x), weakref.ref(member)
     dist.barrier()
     dist.destroy_process_group(member)
     del x, member, work, future
-    return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), line == 0
+    return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), held == 0
 
 
 def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list[float]]:

@@ -18,9 +18,9 @@ import cases
 from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import lane as lane_module, sums
-from thinwire.collectives.chunks import Cut, Desk, Flat
+from thinwire.collectives.chunks import Chunking, Desk, Flat
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.operations import AllReduce, Setting
+from thinwire.collectives.operations import AllReduce, CallContext
 from thinwire.collectives.plan import CallPlan, with_scratch
 from thinwire.collectives.sums import OneShot, TwoPhase
 from thinwire.collectives.transport import Transport
@@ -345,7 +345,7 @@ class Ranks:
         self.codec = codec
         self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
-        self.cut = Cut(self.numel, chunk or max(self.numel, 1))
+        self.chunking = Chunking(self.numel, chunk or max(self.numel, 1))
         self.memories = [torch.zeros(self.numel, dtype=dtype) for _ in range(world)]
         self.means = [torch.zeros(self.numel) for _ in range(world)]
         gaps = Gaps(pieces)
@@ -367,8 +367,9 @@ class Ranks:
 
     def lane(self, rank: int, out: Tensor) -> Lane:
         """One rank's lane of a message."""
-        checked = self.finite.append if rank == 0 else None
-        return Lane(Flat([out]), self.cut, self.codec, self.codec, self.carries[rank], None, checked)
+        on_finite = self.finite.append if rank == 0 else None
+        spec = LaneSpec(self.numel, self.codec, self.codec, "classic", out.dtype, chunking=self.chunking)
+        return Lane(spec, Flat([out]), self.carries[rank], None, on_finite)
 
 
 def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -380,14 +381,10 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
     for rank in range(world):
         reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        kinds = ["classic" if lane.carry else "" for lane in made]
-        specs = [
-            LaneSpec(x.cut.numel, x.codec, x.first, kind, x.flat.dtype) for x, kind in zip(made, kinds, strict=True)
-        ]
-        plan = CallPlan("", specs, [lane.cut for lane in made], reducer=reduce)
+        plan = CallPlan("", [lane.spec for lane in made], reducer=reduce)
         nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
-        setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
-        operations.append(AllReduce(setting, made, reduce, 1.0 / world))
+        context = CallContext(reduce.transport, step, (0,), nbytes, nbytes)
+        operations.append(AllReduce(context, made, reduce, 1.0 / world))
     for index in range(operations[0].num_chunks):
         together([op.chunk(index, Desk(torch.empty(op.chunk_bytes, dtype=torch.uint8))) for op in operations])
     assert not post, "every message was taken"

@@ -36,7 +36,7 @@ def frames() -> int:
 
 
 class Looked:
-    """A process group that notes how deep its messages are; in a line's thread, with what put the operation there."""
+    """A process group that notes how deep its messages are; in a pipeline, with what put the operation there."""
 
     def __init__(self, group: Group, queued: list[int], sent: list[int]) -> None:
         self._group = group
@@ -44,8 +44,8 @@ class Looked:
         self._sent = sent
 
     def send(self, *how: Any) -> Any:
-        in_line = hasattr(serving, "line")
-        self._sent.append(frames() + (self._queued[-1] if in_line else 0))
+        in_pipeline = hasattr(serving, "pipeline")
+        self._sent.append(frames() + (self._queued[-1] if in_pipeline else 0))
         return self._group.send(*how)
 
     def __getattr__(self, name: str) -> Any:

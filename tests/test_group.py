@@ -166,7 +166,7 @@ def results(group: Any, dtype: torch.dtype, numel: int, device: torch.device = C
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "x": 0.1}, group=group)
     out["objects"] = objects
-    groups.barrier(group, device)
+    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)
     return out
 
 

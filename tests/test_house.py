@@ -131,10 +131,10 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 LINES = {  # at most
     "kernels": 7149,
     "tools.bench": 1032,
-    "tools.advise": 829,
+    "tools.advise": 892,
     "tools.report": 312,
     "tools.local": 487,
-    "tools": 4695,
+    "tools": 4791,
 }
 
 
@@ -192,7 +192,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (25, 5925, 67), "integrations": (21, 5702, 53)}
+BUDGETS = {"collectives": (25, 5861, 67), "integrations": (21, 5701, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -204,8 +204,8 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_672),
-    "tests": (["tests/*.py"], str.splitlines, 31_880),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_545),
+    "tests": (["tests/*.py"], str.splitlines, 31_899),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
 }

@@ -103,7 +103,7 @@ def test_there_is_one_lane_per_kind_the_largest_first(rows: list[tuple[int, int]
     named = [sum(p.numel for p in lane.pieces if p.name is not None) for lane in lanes]
     assert named == sorted(named, reverse=True)
     assert not any(lane.bridged for lane in lanes[1:]), "one lane bridges"
-    assert all(lane.spec.first == first_phase(lane.spec.codec, lane.spec.feedback) for lane in lanes)
+    assert all(lane.spec.first_phase == first_phase(lane.spec.codec, lane.spec.feedback) for lane in lanes)
 
 
 @generated(50)

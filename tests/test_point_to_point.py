@@ -213,10 +213,10 @@ def damaged(group: Group) -> str:
     """With checksums a flipped bit raises, and names the sender."""
     os.environ["THINWIRE_CHECKSUM"] = "1"
     mine = dist.new_group(backend="gloo")
-    original = transport.sums_of
+    original = transport.checksums_of
     try:
         if group.rank() == 0:
-            transport.sums_of = lambda message: original(message) ^ 1
+            transport.checksums_of = lambda message: original(message) ^ 1
             thinwire.send(torch.ones(500), 1, mine)
             return ""
         with pytest.raises(WireError) as caught:
@@ -225,7 +225,7 @@ def damaged(group: Group) -> str:
             thinwire.recv(torch.empty(500), None, mine)
         return str(caught.value)
     finally:
-        transport.sums_of = original
+        transport.checksums_of = original
         del os.environ["THINWIRE_CHECKSUM"]
 
 

@@ -267,9 +267,9 @@ def test_the_reason_names_every_candidate_its_time_and_its_error() -> None:
 def test_a_race_gives_every_candidate_its_turns() -> None:
     race, turns, measured = Race(), [], []
     while not race.over:
-        turns.append(race.turn)
+        turns.append(race.candidate)
         measured.append(race.measures_error)
-        race.ended(1.0 + race.turn + 100 * race.measures_error, 0.01 * race.turn)
+        race.ended(1.0 + race.candidate + 100 * race.measures_error, 0.01 * race.candidate)
     count = len(CANDIDATES)
     assert turns == [0] * SETTLE_STEPS + list(range(count)) * ROUNDS
     assert measured == [False] * SETTLE_STEPS + [False] + [True] * (count - 1) + [False] * (ROUNDS - 1) * count
@@ -280,12 +280,12 @@ def test_a_race_gives_every_candidate_its_turns() -> None:
 def test_a_race_takes_the_median_and_only_measured_errors() -> None:
     race, step = Race(), 0
     while not race.over:
-        race.ended(50.0 if step % 9 == 5 else 1.0, 0.5 if race.turn == 1 and race.measures_error else None)
+        race.ended(50.0 if step % 9 == 5 else 1.0, 0.5 if race.candidate == 1 and race.measures_error else None)
         step += 1
     assert race.result()[:8] == [1, 1, 1, 1, 0, 0.5, math.inf, math.inf]
     race = Race()  # what it cannot measure it measures later: a GradScaler's first steps are not finite
     while not race.over:
-        race.ended(1.0 - 0.1 * race.turn, None if race.steps < SETTLE_STEPS + 6 else 0.01)
+        race.ended(1.0 - 0.1 * race.candidate, None if race.steps < SETTLE_STEPS + 6 else 0.01)
     assert race.result()[4:8] == [0, 0.01, 0.01, 0.01]
     assert [len(times) for times in race.times.values()] == [ROUNDS - 1] * len(CANDIDATES)
 
@@ -506,7 +506,7 @@ def begin(
 
 def travels(made: Chooser, size: Size = WIDE, name: str = "p") -> tuple[str, str]:
     spec = made.spec(name, size)
-    assert spec.first == choice.first_phase(spec.codec, spec.feedback)
+    assert spec.first_phase == choice.first_phase(spec.codec, spec.feedback)
     return str(spec.codec), spec.feedback
 
 
@@ -603,7 +603,7 @@ def test_a_trial_races_decides_and_stays() -> None:
     seconds, codecs, news = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "lloyd4": 0.5}, [], ""
     last = 1.0
     for step in range(SETTLE_STEPS + ROUNDS * len(CANDIDATES) + 3):
-        told = begin(made, step, last, error=0.2 if made.race and made.race.turn == 3 else 0.01)
+        told = begin(made, step, last, error=0.2 if made.race and made.race.candidate == 3 else 0.01)
         news = news or told
         codecs.append(travels(made)[0])
         last = seconds[codecs[-1]]

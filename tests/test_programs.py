@@ -104,10 +104,10 @@ def test_sums_on_a_mesh_have_the_bytes_of_operations(ranks: RankPool) -> None:
 def short_wires() -> Iterator[None]:
     """Programs cut messages into chunks of half a kilobyte, and so do operations, in the same places."""
 
-    def cut(numel: int, wire: int, world: int, shards: int, unit: int) -> chunks.Cut:
-        return programs.stream_cut(numel, wire, shards, unit)
+    def tiny(numel: int, wire: int, world: int, shards: int, unit: int) -> chunks.Chunking:
+        return programs.stream_chunking(numel, wire, shards, unit)
 
-    with mock.patch.multiple(chunks, cut=cut, _WHOLE=4), mock.patch.multiple(programs, MAX_WIRE_BYTES=512):
+    with mock.patch.multiple(chunks, choose_chunking=tiny, _WHOLE=4), mock.patch.multiple(programs, MAX_WIRE_BYTES=512):
         yield
 
 

@@ -27,7 +27,7 @@ from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.chunks import Desk, Flat, Span
 from thinwire.collectives.failures import CallSite
-from thinwire.collectives.pipeline import Line, Operation, ScratchRing
+from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing
 from thinwire.collectives.transport import Stages
 from thinwire.errors import CollectiveError
 
@@ -37,15 +37,15 @@ Group = dist.ProcessGroup
 # --- order ------------------------------------------------------------------------------------------------------------
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
-    """Every third step of every line, or so, waits up to 0.3 ms first."""
-    advance, dice = Line.advance, random.Random(seed)
+    """Every third step of every pipeline, or so, waits up to 0.3 ms first."""
+    advance, dice = Pipeline.advance, random.Random(seed)
 
-    def late(line: Line) -> None:
+    def late(pipeline: Pipeline) -> None:
         if dice.random() < 1 / 3:
             time.sleep(dice.random() * 3e-4)
-        advance(line)
+        advance(pipeline)
 
-    with patch.object(Line, "advance", late):
+    with patch.object(Pipeline, "advance", late):
         yield
 
 
@@ -281,7 +281,7 @@ def dropped_works(group: Group) -> None:
 
 
 def empty_operations(group: Group) -> None:
-    """They leave no scratch behind. Rank 1 comes late, so that all of rank 0's operations are in the line at once."""
+    """They leave no scratch behind. Rank 1 comes late, so that rank 0's are all in the pipeline at once."""
     member = dist.new_group()
     how: Any = {"group": member, "codec": "int8"}
     reduce = partial(thinwire.all_reduce, algorithm="two_phase", **how)
@@ -345,8 +345,9 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
     coder = thinwire.codec(codec)
     if verb in ("reduce_scatter", "all_gather"):
         part = numel // world
-        return world * chunks.cut(part, world * coder.wire_bytes(part), world).chunk
-    return chunks.cut(numel, coder.wire_bytes(numel), world, world - 1 if verb == "broadcast" else world).chunk
+        return world * chunks.choose_chunking(part, world * coder.wire_bytes(part), world).chunk
+    shards = world - 1 if verb == "broadcast" else world
+    return chunks.choose_chunking(numel, coder.wire_bytes(numel), world, shards).chunk
 
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
@@ -391,7 +392,7 @@ def test_an_exchange_takes_no_more_than_its_wires_both_ways(group: Group) -> Non
 
 @on_ranks(4, gives=True)
 def test_hierarchical_operations_of_different_length_in_flight_end(group: Group) -> bool:
-    """Three operations; rank 0's line is empty before the third and its scratch can grow, the others' cannot."""
+    """Three operations; rank 0's pipeline is empty before the third and its scratch can grow, the others' cannot."""
     mesh = init_device_mesh("cpu", (2, 2))
     how: Any = {"group": mesh, "codec": "none", "algorithm": "hierarchical", "async_op": True}
     inputs = [given(n, group.rank()) for n in (430, 16, 3000)]
@@ -446,10 +447,10 @@ def test_scratch_does_not_grow_under_what_is_lent() -> None:
 @generated(60)
 @forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
 def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
-    cut = chunks.cut(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
+    chunking = chunks.choose_chunking(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
     at = 0
-    for index in range(cut.num_chunks):
-        span = cut.span(index)
+    for index in range(chunking.num_chunks):
+        span = chunking.span(index)
         parts = chunks.shards(span, world)
         assert len(parts) == world
         assert parts[0].begin == span.begin == at
@@ -457,7 +458,7 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
         assert (parts[-1].end, parts[0].numel) == (span.end, max(part.numel for part in parts))
         assert parts[0].numel == -(-span.numel // world) or parts[0].numel % 1024 == 0, "no longer than it must be"
         at = span.end
-    assert (at, cut.span(cut.num_chunks).numel) == (numel, 0)
+    assert (at, chunking.span(chunking.num_chunks).numel) == (numel, 0)
 
 
 @generated(60)
@@ -475,7 +476,7 @@ def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin
     assert torch.equal(torch.cat(tensors), want)
 
 
-# --- lines and failures -----------------------------------------------------------------------------------------------
+# --- pipelines and failures -------------------------------------------------------------------------------------------
 SITE = CallSite(1, "all_reduce")
 
 
@@ -497,7 +498,7 @@ class Fails(Operation):
 @on_ranks(2)
 def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(group: Group) -> None:
     member, said = dist.new_group(), []
-    works = [channel_of(member).run(Fails(), SITE) for _ in range(2)]
+    works = [channel_of(member).submit(Fails(), SITE) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
         works[0].get_future().wait,
@@ -532,7 +533,7 @@ def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fa
     found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     if fails:  # after which the thread ends by itself
         with suppress(OSError):
-            channel_of(member).run(Fails(), SITE).wait()
+            channel_of(member).submit(Fails(), SITE).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)

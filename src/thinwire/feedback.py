@@ -10,12 +10,12 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 
 Both follow [Note: Feedback] in collectives/lane.py, which calls, for every span of a lane:
 
-    message     out = what travels instead of x; they may share memory
+    compensate  out = what travels instead of x; they may share memory
     owed        out = x; returns the message minus x, if all that `keep` needs is what encoding their sum loses
     sent        message = what `keep` needs, given what the other ranks read
-    reduced     total += scale * own, this rank's own message; own = what `keep_own` needs
+    reduced     total += scale * local, this rank's message; local = what `keep_local` needs
     keep        remember what `sent` left, or what was lost, if all ranks' numbers are finite
-    keep_own    remember what `reduced` left, given what all ranks read
+    keep_local  remember what `reduced` left, given what all ranks read
     result      x, the mean of what ranks sent, becomes the mean of their numbers
 
 To add a kind: a class with these methods, an entry in `KINDS`, and its formula here.
@@ -76,7 +76,7 @@ class Classic:
     def _owed(self, span: Span) -> Tensor:
         return self._error[span[0] : span[1]].to(torch.float32) * self._world
 
-    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
+    def compensate(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x + W * error, rounded as `encode` rounds it."""
         torch.add(x, self._owed(span), out=out)
         self._gaps.clear(span, out)
@@ -94,16 +94,16 @@ class Classic:
         """message = what was lost of it."""
         message.sub_(decoded)
 
-    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * own; own = total, which minus the result is what was lost."""
-        total.add_(own, alpha=scale)
-        own.copy_(total)
+    def reduced(self, local: Tensor, total: Tensor, scale: float) -> None:
+        """total += scale * local; local = total, which minus the result is what was lost."""
+        total.add_(local, alpha=scale)
+        local.copy_(total)
 
     def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
         """error = what the message lost."""
         _put(self._error[span[0] : span[1]], kept.mul_(scale), fine)
 
-    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
+    def keep_local(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
         """error = what the sum lost."""
         _put(self._error[span[0] : span[1]], kept.sub_(result), fine)
 
@@ -128,7 +128,7 @@ class EF21:
     def memories(self) -> tuple[Tensor, Tensor]:
         return self._sent, self._mean
 
-    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
+    def compensate(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x - W * sent."""
         torch.add(x, self._sent[span[0] : span[1]], alpha=-self._world, out=out)
         self._gaps.clear(span, out)
@@ -140,18 +140,18 @@ class EF21:
         """message = what the others read."""
         message.copy_(decoded)
 
-    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * own; own = minus what the others' messages gave to the total."""
-        own.mul_(scale)
-        total.add_(own)
-        own.sub_(total)
+    def reduced(self, local: Tensor, total: Tensor, scale: float) -> None:
+        """total += scale * local; local = minus what the others' messages gave to the total."""
+        local.mul_(scale)
+        total.add_(local)
+        local.sub_(total)
 
     def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
         """sent += what was read."""
         sent = self._sent[span[0] : span[1]]
         _put(sent, kept.mul_(scale).add_(sent), fine)
 
-    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
+    def keep_local(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
         """sent += what was read of the sum, less what the others gave to it."""
         sent = self._sent[span[0] : span[1]]
         _put(sent, kept.add_(result).add_(sent), fine)

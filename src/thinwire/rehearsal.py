@@ -4,7 +4,7 @@
 
 The rest of the loop is gradient accumulation: `world` backward passes, whose losses are not divided, then a step.
 After the last backward pass `.grad` holds what every one of `world` ranks would have got from DDP, bit for bit: buckets
-as DDP makes them, cuts, codecs, feedback and stages as in `compress_ddp`.
+as DDP makes them, chunks, codecs, feedback and stages as in `compress_ddp`.
 
 [Note: Seats] A rank's turn encodes its gradients, and its stages then wait for messages as they would on a group. All
 ranks' wires lie in one memory (`_Shelf`), so a message is there when the last rank has had its turn. Of a rank's own
@@ -61,7 +61,7 @@ class _Seat(Transport):
         self.rank = rank
         self.world = world
         self.device = device
-        self.on_stream = device.type == "cuda"  # type: ignore[misc]  # cuts are those of NCCL's messages
+        self.on_stream = device.type == "cuda"  # type: ignore[misc]  # chunks are those of NCCL's messages
         self.wires: Sequence[Tensor] = ()  # of all shards' sums: this rank has written its own
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, *args: Any) -> list[Waitable]:
@@ -127,8 +127,8 @@ class RehearsedBucket:
         self.plain = world == 1 or all(isinstance(spec.codec, Identity) for spec in self.specs)
         self.algorithm = flat_algorithm(asked, [spec.codec for spec in self.specs], world)
         plan = sum_plan("", self.specs, [_Seat(0, world, self.device)], self.algorithm, 1.0 / world)
-        self.cuts = plan.cuts
-        self.num_chunks = max(cut.num_chunks for cut in self.cuts)
+        self.specs = list(plan.lanes)
+        self.num_chunks = max(spec.chunking.num_chunks for spec in self.specs)
         self.numel = sum(size.numel for size in self.sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
@@ -176,10 +176,8 @@ class RehearsedSum:
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = memories.carry(spec.feedback, lane.pieces, bucket.world, bucket.device)
             watch = None if errors is None else errors.watch(lane.pieces, bucket.device).lost
-            checked = tally.checked if rank == 0 else None  # all ranks see the same
-            loaded.append(
-                Lane(Flat([x]), bucket.cuts[at], spec.codec, spec.first, carry, watch, checked, spec.exact_own)
-            )
+            on_finite = tally.checked if rank == 0 else None  # all ranks see the same
+            loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
                 self._rows[at] = x  # the sum takes its place
         self._seats.append(_Seat(rank, bucket.world, bucket.device))

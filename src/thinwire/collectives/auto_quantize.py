@@ -225,7 +225,7 @@ def _divide(outputs: Sequence[Tensor], by: float) -> None:
 
 def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     """A Work that is done once the outputs of `work` have arrived and were divided, in whatever thread."""
-    divided = Work(list(outputs), work.line)
+    divided = Work(list(outputs), work.pipeline)
 
     def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
         # On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's.

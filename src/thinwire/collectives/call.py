@@ -7,6 +7,7 @@ like an earlier one is found by its raw arguments, before anything is checked or
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -17,55 +18,52 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.pipeline import Setting, broken
+from thinwire.collectives.pipeline import CallContext, broken
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, plan_verb
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_PLAN = CallPlan("")  # of calls that are not planned here
 
 
-class Call:
-    """A call: compared with the other ranks' unless one like it was before or, with `anew`, in any case."""
+@dataclass
+class IssuedCall:
+    """A call that counts in the group's order of calls."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        text: str,
-        plan: CallPlan | None = None,
-        *,
-        lengths: Lengths | None = None,
-        anew: bool = False,
-    ) -> None:
-        self.channel = channel
-        self.plan = plan or _NO_PLAN
-        self.most = 0  # elements that one rank sends in an exchange that was compared
-        with channel.lock:
-            if channel.failure is not None:
-                raise broken(channel.failure)
-            known = text in channel.plans and not anew
-            channel.calls += 1  # all ranks make their calls in the same order
-            self.site = CallSite(channel.calls, text, known)
-        if not known or channel.handshake.every_call:
-            self.most = channel.compare(self.site, lengths)
+    channel: Channel
+    site: CallSite
+    plan: CallPlan
+    most_sent: int = 0  # elements that one rank sends in an exchange that was compared
 
-    def setting(self, plan: CallPlan, step: int | None) -> Setting:
+    def context(self, plan: CallPlan, step: int | None) -> CallContext:
         """What an operation of this call needs to know."""
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
         self.site.step = number
-        mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
-        tags = tuple(link.draw_tags(mark) for link in channel.transports)
-        codec = plan.lanes[0].codec
-        return Setting(channel.transport, codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
+        fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
+        tags = tuple(link.draw_tags(fingerprint) for link in channel.transports)
+        return CallContext(channel.transport, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _hash(text: str) -> int:
-    """Not Python's own, which differs between processes."""
-    return zlib.crc32(text.encode())
+def issue_call(
+    channel: Channel,
+    text: str,
+    plan: CallPlan | None = None,
+    *,
+    lengths: Lengths | None = None,
+    anew: bool = False,
+) -> IssuedCall:
+    """Count a call, and compare it with the other ranks' unless one like it was before or, with `anew`, in any case."""
+    with channel.lock:
+        if channel.failure is not None:
+            raise broken(channel.failure)
+        known = text in channel.plans and not anew
+        channel.calls += 1  # all ranks make their calls in the same order
+        site = CallSite(channel.calls, text, known)
+    most_sent = 0 if known and not channel.handshake.every_call else channel.compare(site, lengths)
+    return IssuedCall(channel, site, plan or _NO_PLAN, most_sent)
 
 
-def known_call(
+def issue_known(
     verb: str,
     tensors: Sequence[Tensor],
     group: Group,
@@ -73,8 +71,8 @@ def known_call(
     codec: object,
     algorithm: str,
     *how: object,
-) -> Call | None:
-    """The call whose like was remembered for these arguments; None if it was not. See [Note: Known calls].
+) -> IssuedCall | None:
+    """Issue the call whose like was remembered for these arguments; None if it was not. See [Note: Known calls].
 
     `how`: the op of a sum, or the source of a broadcast.
     """
@@ -96,11 +94,13 @@ def known_call(
             return None
     if step is not None:
         check_step(step)  # before the call counts
-    return Call(channel, plan.text, plan)
+    return issue_call(channel, plan.text, plan)
 
 
-def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object) -> None:
-    """From now on `known_call` finds the plan of calls like this one, unless all calls are compared."""
+def remember(
+    call: IssuedCall, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object
+) -> None:
+    """From now on `issue_known` finds the plan of calls like this one, unless all calls are compared."""
     channel = call.channel
     if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
         return
@@ -109,26 +109,26 @@ def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, al
         channel.remember(key, call.plan)
 
 
-def planned(
+def issue_planned(
     channel: Channel,
     key: PlanKey,
     trial: Trial,
     shares: Sequence[int],
     lengths: Lengths | None = None,
     decide: Callable[[Choose], CallPlan] | None = None,
-) -> Call:
-    """A call with its plan: compared and decided the first time, looked up afterwards.
+) -> IssuedCall:
+    """Issue a call with its plan: compared and decided the first time, looked up afterwards.
 
     `trial` and `shares`: what is timed where the fastest algorithm is asked for. Ranks may measure together to
     `decide`; if one fails, the others raise its error too.
     """
     text = str(key)
     plan = channel.plans.get(text)
-    call = Call(channel, text, plan, lengths=lengths, anew=plan is None)
+    call = issue_call(channel, text, plan, lengths=lengths, anew=plan is None)
     if plan is not None:
         return call
-    choose = fastest(channel, key.kind, key.dtype, call.most or key.numel(channel.world), trial, shares)
+    choose = fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial, shares)
     if decide is None:
-        decide = functools.partial(plan_verb, key, channel.transport, most=call.most)
-    call.plan = channel.plans[text] = channel.failures.attend(call.site, functools.partial(decide, choose))
+        decide = functools.partial(plan_verb, key, channel.transport, most=call.most_sent)
+    call.plan = channel.plans[text] = channel.failures.guard(call.site, functools.partial(decide, choose))
     return call

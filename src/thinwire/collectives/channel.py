@@ -1,7 +1,8 @@
-"""What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
+"""What thinwire keeps about a group of ranks: its transports, its pipeline, what was decided and measured."""
 
 import atexit
 import functools
+import itertools
 import math
 import os
 import threading
@@ -22,15 +23,15 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
-from thinwire.collectives.pipeline import Line, Operation, ScratchRing, refuse, serve
+from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.programs import Program, copying, staged
+from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
 from thinwire.collectives.workspaces import CallerWorkspace, StreamWorkspace, Workspace
 from thinwire.errors import CollectiveError, PeerError
 
-_GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
+_GRACE_S = 0.5  # how long the end of the process waits for pipelines to end by themselves
 _END_S = 5.0  # and once their connections are closed: kernels end by themselves
 MOST_KINDS = 1024  # of calls that are remembered; ranks make the same calls, so they forget alike
 
@@ -44,49 +45,37 @@ class Channel:
         self.transport = links[0]
         self.device = device
         self.world = math.prod(link.world for link in links)
-        self.plans: dict[str, CallPlan | None] = {}  # of calls that ranks have compared, by the line they compare
+        self.plans: dict[str, CallPlan | None] = {}  # by the descriptions that ranks have compared
         self.known: dict[Hashable, CallPlan] = {}  # the same by the raw arguments of this rank's calls, and by parts
         self.measured = Measured()
         self.failures = Failures(links)
         self.handshake = Handshake(links, self.failures)
         self.calls = 0
-        self._messages = 0  # between two ranks
+        self.next_p2p_call = itertools.count(1).__next__  # other ranks count others
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
         on_stream = self.transport.on_stream
         has_streams = on_stream and device.type == "cuda"
-        self.here = CallerWorkspace(device) if on_stream else None  # where blocking programs run
-        self._turns = (StreamWorkspace(device), StreamWorkspace(device)) if has_streams else ()  # asynchronous ones
-        self._turn = 0
+        self.caller_space = CallerWorkspace(device) if on_stream else None  # of blocking programs
+        self._async_spaces = (StreamWorkspace(device), StreamWorkspace(device)) if has_streams else ()
+        self._async_index = 0  # the one in use
         self.stream = torch.cuda.Stream(device) if has_streams else None
         self.scratch = ScratchRing(device)
-        self._steps = 0
-        self._line = Line(self.scratch, self.failures)
+        self.next_step = itertools.count().__next__  # of calls that name none: alike on all ranks
+        self._pipeline = Pipeline(self.scratch, self.failures)
         self._inbox: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._registered = all(link.is_registered for link in links)  # not if others than torch made the group
 
     @property
     def failure(self) -> str | None:
-        return self._failed or self._line.failure or self.failures.over
-
-    def next_step(self) -> int:
-        """The step of a call that names none: such calls are counted, alike on all ranks."""
-        with self.lock:
-            self._steps += 1
-            return self._steps - 1
-
-    def next_message(self) -> int:
-        """The number of a message between this rank and another; other ranks have other numbers."""
-        with self.lock:
-            self._messages += 1
-            return self._messages
+        return self._failed or self._pipeline.failure or self.failures.over
 
     def compare(self, site: CallSite, lengths: Lengths | None) -> int:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
 
-        All ranks forget at the same call: they count lines as they compare them, however each spells its calls.
+        All ranks forget at the same call: they count descriptions as they compare them, however each spells its calls.
         Returns the most elements that one rank sends, where there are `lengths`.
         """
         found = self.handshake.check(site, lengths)
@@ -101,7 +90,7 @@ class Channel:
         bounded(self.known)[key] = plan
         return plan
 
-    def run(
+    def submit(
         self,
         operation: Operation,
         site: CallSite,
@@ -109,18 +98,18 @@ class Channel:
         async_op: bool = True,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Work | None:
-        """Run the operation of a call: in the line of the group or, on a GPU's stream, as a program.
+        """Queue the operation of a call in the group's pipeline; return its work or, unless `async_op`, wait for it.
 
-        `outputs`: the caller's own. `copies`: the (tensor, numbers) of those that are worked on elsewhere. Returns the
-        work, or None once it is done.
+        `outputs`: the caller's tensors. `copies`: (tensor, numbers) of those that are worked on elsewhere. On a GPU's
+        stream the operation runs as a program: the stream waits, the host does not.
         """
         if outputs is not None:
             operation.outputs = list(outputs)
         operation.copies = copies
-        if self.here is not None:
-            program = functools.partial(staged, operation)
-            return self.start(program, operation.memory(), operation.outputs, 0, site, async_op, ordered=True)
-        operation.work = work = Work(operation.outputs, self._line)
+        if self.caller_space is not None:
+            program = functools.partial(run_on_stream, operation)
+            return self.launch(program, operation.memory(), operation.outputs, 0, site, async_op, in_order=True)
+        operation.work = work = Work(operation.outputs, self._pipeline)
         operation.site = site
         operation.groups = tuple(link.group for link in self.transports)
         if self.device.type == "cuda":
@@ -131,14 +120,14 @@ class Channel:
             if self._thread is None:
                 self._start_thread()
             self._inbox.put(operation)
-        if self._line.failure is not None:  # the thread has ended, or will
-            refuse(self._inbox, self._line.failure)
+        if self._pipeline.failure is not None:  # the thread has ended, or will
+            refuse(self._inbox, self._pipeline.failure)
         if async_op:
             return work
         work.wait()
         return None
 
-    def start(
+    def launch(
         self,
         program: Program,
         tensors: Sequence[Tensor],
@@ -148,31 +137,34 @@ class Channel:
         async_op: bool = False,
         *,
         written: int = 1,
-        first: bool | None = None,
-        ordered: bool = False,
+        is_first_run: bool | None = None,
+        in_order: bool = False,
     ) -> Work | None:
-        """Run the program of a call: on the caller's stream, or asynchronously on one of the group's.
+        """Launch the program of a call on the caller's stream or, with `async_op`, on one of the group's.
 
-        It writes the first `written` tensors, which are the caller's `outputs` or views of them; where a tensor is not
-        contiguous it runs on copies. When it runs for the `first` time (None: when the call is the first of its kind)
-        its kernels are compiled before, all at once. `ordered`: an operation as a program. Asynchronous ones follow
-        each other on one stream, as those need that add up what feedback and statistics share.
+        The host does not wait, unless torch was told to block in NCCL's calls. The program writes the first `written`
+        tensors, which are the caller's `outputs` or views of them; where a tensor is not contiguous it runs on copies.
+        Before the first run (None: if the call is the first of its kind) its kernels are compiled, all at once.
+        `in_order`: of an operation, neither is done, and asynchronous ones share one stream, since they add to the same
+        feedback and statistics.
         """
-        assert self.here is not None
+        assert self.caller_space is not None
         number = self.next_step() if step is None else check_step(step)
-        if not ordered:
-            if not all(map(Tensor.is_contiguous, tensors)):
-                program = functools.partial(copying, program, written, ())
-            if not site.known if first is None else first:
-                self._compile(program, tensors, number)
+        if is_first_run is None:
+            is_first_run = not site.known
+        if not in_order and not all(map(Tensor.is_contiguous, tensors)):
+            program = functools.partial(copying, program, written, ())
+        if not in_order and is_first_run:
+            program(Workspace(torch.device("meta")), tensors, number)  # a dry run
+            kernels.compiled()
         if async_op:
-            self._turn = 0 if ordered else self._turn ^ 1
-        space = self._turns[self._turn] if async_op and self._turns else None
+            self._async_index = 0 if in_order else self._async_index ^ 1
+        space = self._async_spaces[self._async_index] if async_op and self._async_spaces else None
         lost = None
         with self.lock:
             try:
                 if space is None:
-                    program(self.here, tensors, number)
+                    program(self.caller_space, tensors, number)
                     self.settle(site)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
@@ -194,26 +186,19 @@ class Channel:
             return work
         return Work(list(outputs)).finished() if async_op else None
 
-    def _compile(self, program: Program, tensors: Sequence[Tensor], step: int) -> None:
-        """Compile the kernels of a program, all at once, before it first runs: on scratch without memory."""
-        space = Workspace(torch.device("meta"))
-        program(space, tensors, step)
-        space.release()
-        kernels.compiled()
-
     def settle(self, site: CallSite) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
         if self.transport.blocking:
-            self.failures.attend(site, self.transport.settle)
+            self.failures.guard(site, self.transport.settle)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch held."""
-        spaces: Sequence[Workspace] = [] if self.here is None else [self.here, *self._turns]
+        spaces: Sequence[Workspace] = [] if self.caller_space is None else [self.caller_space, *self._async_spaces]
         return self.scratch.nbytes + sum(space.buffer.numel() for space in spaces)
 
     def _is_over(self) -> bool:
-        """In the line's thread, which is idle: whether it ends, since the group was destroyed."""
+        """In the pipeline's thread, which is idle: whether it ends, since the group was destroyed."""
         with self.lock:
             if self._thread is not threading.current_thread() or not self._inbox.empty():
                 return False
@@ -232,12 +217,14 @@ class Channel:
             thread, self._thread = self._thread, None
             self._inbox.put(None)
             self._inbox = SimpleQueue()
-        if thread is not None and thread is not threading.current_thread() and self._line.idle:
+        if thread is not None and thread is not threading.current_thread() and self._pipeline.idle:
             thread.join(_GRACE_S)
 
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
-        thread = threading.Thread(target=serve, args=(self._inbox, self._line, self._is_over), name=name, daemon=True)
+        thread = threading.Thread(
+            target=serve, args=(self._inbox, self._pipeline, self._is_over), name=name, daemon=True
+        )
         _threads[thread] = self._inbox, self.transports
         thread.start()
         self._thread = thread
@@ -259,7 +246,7 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-# What ends the thread of a line, even if its channel and group are gone: None in its inbox, or closing its transports.
+# What ends a pipeline's thread, even if its channel and group are gone: None in its inbox, or closing its transports.
 _Ends = tuple["SimpleQueue[Operation | None]", tuple[Transport, ...]]
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Ends]" = weakref.WeakKeyDictionary()
 _of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one

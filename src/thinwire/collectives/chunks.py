@@ -1,6 +1,6 @@
 """How a message is cut: chunks that follow each other through the pipeline, shards that belong to ranks.
 
-All ranks cut alike: the cuts depend on lengths, codec and world alone. A codec may ask for elements to stay together
+All ranks cut alike: how depends on lengths, codec and world alone. A codec may ask for elements to stay together
 (`Codec.unit`): chunks and shards then begin on multiples of so many elements.
 """
 
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunking:
     """A message of `numel` elements in chunks of `chunk`, the first and the last of `edge` if that is not 0.
 
     A message of nothing has one empty chunk, and one that a single chunk holds is not cut. Chunks begin on multiples of
@@ -79,16 +79,16 @@ class Cut:
         return max(0, self.edge + (index - 1) * self.chunk) if index else 0
 
 
-def cut(numel: int, wire_bytes: int, world: int, shards: int = 1, unit: int = 1) -> Cut:
+def choose_chunking(numel: int, wire_bytes: int, world: int, shards: int = 1, unit: int = 1) -> Chunking:
     """Cut a message whose wire takes `wire_bytes`, so that chunks fall into `shards` shards of whole blocks."""
     most = CHUNKS_OF_TWO if world == 2 else min(CHUNKS_PER_PEER * (world - 1), MOST_CHUNKS)
     whole = min(most, numel // MIN_CHUNK, wire_bytes // MIN_CHUNK_BYTES)
     whole = max(whole, -(-wire_bytes // MAX_CHUNK_BYTES))
     if whole < 2:
-        return Cut(numel, max(numel, 1))
+        return Chunking(numel, max(numel, 1))
     multiple = whole_chunk(shards, unit)
     chunk = -(-2 * numel // ((2 * whole + 1) * multiple)) * multiple
-    return Cut(numel, chunk, chunk // 4, unit)
+    return Chunking(numel, chunk, chunk // 4, unit)
 
 
 def whole_chunk(shards: int, unit: int) -> int:

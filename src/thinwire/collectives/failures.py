@@ -1,11 +1,11 @@
 """What ranks tell each other of their calls: that they agree before data moves, and why a group has ended.
 
-[Note: Handshake] One line of text describes a call. At the first call with that line the ranks compare a hash of it, in
-about log2(world) messages per rank. If hashes differ, they send each other the lines, every rank raises the same error,
-and the group stays usable. Later calls with the same line are free: their messages carry tags made of the line and the
-step, so calls that differ never mix; ranks that make them wait for each other until the group's timeout.
-THINWIRE_DEBUG=1 compares every call. The hash covers what all calls of a rank have in common: versions, THINWIRE_DEBUG,
-checksums.
+[Note: Handshake] A text describes a call. At the first call with that description the ranks compare its fingerprint, a
+hash, in about log2(world) messages per rank. If fingerprints differ, they send each other the descriptions, every rank
+raises the same error, and the group stays usable. Later calls with the same description are free: their messages carry
+tags made of the description and the step, so calls that differ never mix; ranks that make them wait for each other
+until the group's timeout. THINWIRE_DEBUG=1 compares every call. The fingerprint covers what all calls of a rank have in
+common: versions, THINWIRE_DEBUG, checksums.
 
 [Note: Failures] A rank that fails in the middle of a call, or loses another rank, writes one sentence into the group's
 store and closes the group's connections. This wakes every rank that waits for a message; each looks into the store and
@@ -43,7 +43,7 @@ QUIET_S = 10.0  # a rank that waits longer for others to make a first call logs 
 _LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
 Found = TypeVar("Found")
 Name = Callable[..., str]  # ranks in errors
-_PART = "\x1e"  # between the parts of a rank's line
+_PART = "\x1e"  # between the parts of a rank's description
 _RANK = "\x1d"  # between ranks
 Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
 
@@ -68,10 +68,10 @@ class Failures:
     def __init__(self, links: Sequence[Transport]) -> None:
         rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
         self.named = links[0].named if len(links) == 1 else functools.partial(groups.named, {})  # ranks, in errors
-        self.own = self.named(rank)
+        self.this_rank = self.named(rank)
         self.names = "/".join(link.group.group_name for link in links)
         self.over: str | None = None
-        self.own_key = secrets.randbits(62)
+        self.store_nonce = secrets.randbits(62)
         self._links = links
         world = math.prod(link.world for link in links)
         self._others = self.named(1 - rank) if world == 2 else "another rank"
@@ -86,7 +86,7 @@ class Failures:
         """From now on use the store, under a key that all ranks have and no group had before."""
         self._key = self._key or f"thinwire/{key:x}/over"
 
-    def attend(self, site: CallSite, run: Callable[[], Found]) -> Found:
+    def guard(self, site: CallSite, run: Callable[[], Found]) -> Found:
         """Return the result of `run`, which waits for messages of this call. Ctrl-C ends the wait, and the group."""
         try:
             return run()
@@ -125,12 +125,12 @@ class Failures:
         rank = error.rank if isinstance(error, LostRankError) else None
         whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
-            what = f"{self.own} failed in {where}: {type(error).__name__}: {error}"
+            what = f"{self.this_rank} failed in {where}: {type(error).__name__}: {error}"
         elif error.waited < _LATE * timeout_s:
-            what = f"{self.own} lost {whom} in {where}: {error}"
+            what = f"{self.this_rank} lost {whom} in {where}: {error}"
         else:
             what = (
-                f"{self.own} waited for {whom} in {where} for the group's timeout of "
+                f"{self.this_rank} waited for {whom} in {where} for the group's timeout of "
                 f"{timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
                 "compares all calls)"
             )
@@ -162,11 +162,6 @@ def _aside(run: Callable[[], Found], name: str, *, daemon: bool) -> "Future[Foun
     return found
 
 
-def _awake(run: Callable[[], Found]) -> Found:
-    """The result of `run`; signals reach Python while it waits inside gloo."""
-    return _aside(run, "thinwire-compare", daemon=False).result()
-
-
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
@@ -180,40 +175,43 @@ class Handshake:
         With `lengths`, of an exchange, every rank must also expect what the others send: returns the most elements that
         one rank sends.
         """
-        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
+        checksums = any(link.has_checksums for link in self._links)
+        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(checksums)}"
         settings = f"thinwire {__version__}, wire format {wire.VERSION}, {debug}{self._mesh}"
         details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
-        own = _PART.join((site.text, settings, details))
-        mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
-        run = functools.partial(self._compared, own, mark, lengths is not None)
+        description = _PART.join((site.text, settings, details))
+        fingerprint = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
+        compare = functools.partial(self._compared, description, fingerprint, lengths is not None)
         on_stream = any(link.on_stream for link in self._links)
         ours = self._failures
-        waits = f"{ours.own} has waited {QUIET_S:g} s for the others in {ours.where(site)}: all ranks have to call it"
-        note = threading.Timer(QUIET_S, announce, [waits])
+        waited = f"{ours.this_rank} has waited {QUIET_S:g} s for the others in {ours.where(site)}"
+        note = threading.Timer(QUIET_S, announce, [f"{waited}: all ranks have to call it"])
         note.start()
         try:
-            alike, lines = ours.attend(site, run if on_stream else functools.partial(_awake, run))
+            # While another thread waits inside gloo, signals reach Python.
+            aside = compare if on_stream else _aside(compare, "thinwire-compare", daemon=False).result
+            alike, described = ours.guard(site, aside)
         finally:
             note.cancel()
         if alike and lengths is None:
             return 0
-        calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
-        sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
+        calls, versions, details_R = zip(*(text.split(_PART) for text in described), strict=True)
+        sent_R, expected_R = zip(*(_parsed(text) for text in details_R), strict=True) if alike else ((), ())
         both = _unfit(sent_R, expected_R, ours.named) if alike else _differing(calls, versions, ours.named)
         if both is not None:
             raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))
 
-    def _compared(self, own: str, mark: int, to_all: bool) -> tuple[bool, list[str]]:
-        """Whether all ranks have the same mark; if they have not, or if lines go `to_all`, the line of every rank."""
-        most = [mark, -mark, len(own.encode()), self._failures.own_key]
+    def _compared(self, description: str, fingerprint: int, to_all: bool) -> tuple[bool, list[str]]:
+        """Whether all ranks have the same fingerprint; if not, or `to_all`, the description of every rank."""
+        most = [fingerprint, -fingerprint, len(description.encode()), self._failures.store_nonce]
         for link in self._links:  # on a mesh in turn: what ranks learn in the first group goes on in the second
             most = link.agree(most)
         self._failures.open(most[3])
         alike = most[0] == -most[1]
         if alike and not to_all:
             return True, []
-        row = own.encode().ljust(most[2], b"\0")
+        row = description.encode().ljust(most[2], b"\0")
         for link in self._links:
             row = _RANK.encode().join(link.share(row))
         return alike, [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]

@@ -90,8 +90,8 @@ def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
 def named(elsewhere: Mapping[int, int], *ranks: int) -> str:
     """Ranks of a group as errors name them: with their ranks in the world, where those are others (`elsewhere`)."""
     plural = "s" if len(ranks) > 1 else ""
-    own, world = (", ".join(map(str, each)) for each in (ranks, [elsewhere.get(rank, rank) for rank in ranks]))
-    return f"rank{plural} {own}{'' if own == world else f' of the group (global rank{plural} {world})'}"
+    local, world = (", ".join(map(str, each)) for each in (ranks, [elsewhere.get(rank, rank) for rank in ranks]))
+    return f"rank{plural} {local}{'' if local == world else f' of the group (global rank{plural} {world})'}"
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
@@ -99,8 +99,3 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
     limits = [options._timeout.total_seconds() for options in found if options is not None]
     return min(limits, default=dist.default_pg_timeout.total_seconds())
-
-
-def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    """torch's barrier; NCCL gets the device, which it would have to guess."""
-    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.checks import check_recodes
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
-from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, check_finite, encoded_dtype
+from thinwire.collectives.chunks import Desk, Flat, Span, aligned, shards
+from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, Watch, check_finite
 from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.collectives.transport import Stages, Transport
 from thinwire.errors import CollectiveError
@@ -58,9 +58,9 @@ class Hierarchical:
 
     def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec) -> int:
         """Both phases inside, and the own shard's sum across."""
-        own = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
+        shard = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
         inner = TwoPhase(self.inside).sent_bytes(codec, numel, dtype)
-        return inner + self._outer.sent_bytes(across, own, total_dtype(across, dtype))
+        return inner + self._outer.sent_bytes(across, shard, total_dtype(across, dtype))
 
     @property
     def _outer(self) -> OneShot | TwoPhase:
@@ -69,7 +69,9 @@ class Hierarchical:
     @property
     def messages(self) -> int:
         """How often a chunk waits, the same on all ranks, whether their shards hold anything or not."""
-        return 2 if self.across.world == 1 else 3 if isinstance(self._outer, OneShot) else 4
+        if self.across.world == 1:
+            return 2
+        return 3 if isinstance(self._outer, OneShot) else 4
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         link = self.inside
@@ -89,7 +91,7 @@ class Hierarchical:
                 yield ()
         for i, total in sums.items():
             lane = inner[i].lane
-            numbers = fitted(total, inner[i].x.dtype, lane.outer[0])
+            numbers = fitted(total, inner[i].x.dtype, lane.spec.across_codecs[0])
             lane.codec.encode(numbers, inner[i].wires[link.rank], step=inner[i].key.of(link.rank))
         yield link.gather(wires, tags[1] + 1)
         fine = check_finite(inner, sums_are_finite)
@@ -100,22 +102,23 @@ class Hierarchical:
         x = chunk.x
         codec = chunk.lane.codec
         numel = chunk.shards[self.inside.rank].numel
-        total = desk.numbers(numel, total_dtype(chunk.lane.outer[0], x.dtype))
+        total = desk.numbers(numel, total_dtype(chunk.lane.spec.across_codecs[0], x.dtype))
         step = chunk.key.of(self.inside.rank)
         if isinstance(codec, Identity) and x.dtype != total.dtype:  # its wires hold numbers of 16 bits
             each = torch.empty(numel, dtype=x.dtype, device=x.device)
             total.zero_()
-            for wire in chunk.own_WN:
+            for wire in chunk.received_WN:
                 codec.decode(wire, each, step=step)
                 total += each
         else:
-            codec.decode_sum(chunk.own_WN, total, step=step)
+            codec.decode_sum(chunk.received_WN, total, step=step)
         return total
 
     def _outer_chunk(self, chunk: LaneChunk, total: Tensor, watch: Watch | None) -> LaneChunk:
         """The sum of the own shard as what travels across nodes."""
         rank = self.inside.rank
-        lane = Lane(Flat([total]), Cut(total.numel(), total.numel()), *chunk.lane.outer, watch=watch)
+        spec = LaneSpec(total.numel(), *chunk.lane.spec.across_codecs, dtype=total.dtype)
+        lane = Lane(spec, Flat([total]), watch=watch)
         key = Key(chunk.key.of(rank), chunk.key.chunk)
         return LaneChunk(lane, total, total, key, chunk.begin + chunk.shards[rank].begin)
 
@@ -133,7 +136,7 @@ def fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
 
 def total_dtype(across: Codec, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a node's sums of numbers of `dtype`, which go across nodes."""
-    return encoded_dtype(across, torch.float64 if dtype == torch.float64 else torch.float32, fed_back=False)
+    return torch.float64 if dtype == torch.float64 and dtype in across.inputs else torch.float32
 
 
 def check_order(mesh: DeviceMesh) -> None:

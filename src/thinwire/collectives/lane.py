@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
+from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, shards
 from thinwire.feedback import Carry, Fine
 from thinwire.kernels import hashing
 
@@ -44,26 +44,27 @@ class Key(NamedTuple):
         return hashing.mix64(self.step) ^ (self.lane << 48 | self.chunk << 16)
 
 
-def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
-    """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
-    return torch.float32 if fed_back or dtype not in codec.inputs else dtype
-
-
 class LaneSpec(NamedTuple):
     """What does not change of a lane from call to call."""
 
     numel: int
     codec: Codec
-    first: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
+    first_phase: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
     feedback: str = ""
     dtype: torch.dtype = torch.float32
-    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
-    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+    exact_local: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first_phase of the sums of nodes
+    chunking: Chunking = Chunking(0, 1)  # a plan decides it
 
     @property
     def encoded(self) -> torch.dtype:
-        """The dtype in which numbers are encoded."""
-        return encoded_dtype(self.codec, self.dtype, fed_back=bool(self.feedback))
+        """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
+        return torch.float32 if self.feedback or self.dtype not in self.codec.inputs else self.dtype
+
+    @property
+    def across_codecs(self) -> tuple[Codec, Codec]:
+        """Codec and first_phase of the sums of nodes."""
+        return self.across or (self.codec, self.codec)
 
     def copy_bytes(self, numel: int, *, scattered: bool = False) -> int:
         """Scratch for `numel` numbers that cannot be worked on where they are."""
@@ -73,28 +74,26 @@ class LaneSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
+    """A lane with the tensors of one call."""
+
+    spec: LaneSpec
     flat: Flat
-    cut: Cut
-    codec: Codec
-    first: Codec  # of the first of two phases
     carry: Carry | None = None
     watch: Watch | None = None
-    checked: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
-    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
-    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+    on_finite: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
 
     @property
-    def outer(self) -> tuple[Codec, Codec]:
-        return self.across or (self.codec, self.codec)
+    def codec(self) -> Codec:
+        return self.spec.codec
 
     @property
     def dtype(self) -> torch.dtype:
-        return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
+        return self.spec.encoded
 
     @property
-    def keeps_own(self) -> bool:
+    def keeps_local(self) -> bool:
         """Whether a rank's part of its own shard stays as it is."""
-        return self.exact_own or self.carry is not None
+        return self.spec.exact_local or self.carry is not None
 
     def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
         """A span of the lane's numbers."""
@@ -114,7 +113,7 @@ class LaneChunk:
     begin: int  # of the chunk in the lane
     shards: Sequence[Span] = ()  # of x: one per rank, or all of it
     wires: Sequence[Tensor] = ()  # one per shard
-    own_WN: Tensor = _NO_WIRES  # every rank's wire of the shard that this rank sums
+    received_WN: Tensor = _NO_WIRES  # every rank's wire of the shard that this rank sums
 
     @property
     def whole(self) -> Span:
@@ -132,6 +131,10 @@ class LaneChunk:
     def numbers(self, part: Span) -> Tensor:
         return self.x[part.begin : part.end]
 
+    def all_finite(self) -> Tensor:
+        """Whether what all ranks sent is finite."""
+        return self.lane.codec.all_finite(self.received_WN, self.x.numel(), self.x.dtype)
+
     def load(self) -> None:
         """x = source, unless feedback makes it."""
         if self.x is not self.source and self.lane.carry is None:
@@ -142,11 +145,11 @@ class LaneChunk:
         if self.x is not self.source:
             self.source.copy_(self.x)
 
-    def message(self, part: Span) -> Tensor:
-        """A span of x as it would travel."""
+    def compensate(self, part: Span) -> Tensor:
+        """Add to a span of x what its feedback owes; returns it."""
         x = self.numbers(part)
         if self.lane.carry is not None:
-            self.lane.carry.message(self.span(part), self.source[part.begin : part.end], x)
+            self.lane.carry.compensate(self.span(part), self.source[part.begin : part.end], x)
         return x
 
     def encode(self, part: Span, codec: Codec, wire: Tensor, step: int) -> None:
@@ -159,7 +162,7 @@ class LaneChunk:
             if owed is not None:  # one pass encodes the sum, and leaves in x what was lost of it
                 codec.encode(owed, wire, step=step, residual=x)
                 return
-        x = self.message(part)
+        x = self.compensate(part)
         codec.encode(x, wire, step=step)
         if carry is None and watch is None:
             return
@@ -184,12 +187,12 @@ def all_true(found: Tensor) -> Fine:
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
-    """Whether all lanes of a chunk are finite, if one has feedback or a `checked`; the first `checked` is called."""
+    """Whether all lanes of a chunk are finite, if one has feedback or an `on_finite`, the first of which is called."""
     lanes = [chunk.lane for chunk in chunks]
-    if not any(lane.carry or lane.checked for lane in lanes):
+    if not any(lane.carry or lane.on_finite for lane in lanes):
         return True
     fine = all_true(torch.stack([is_finite(chunk) for chunk in chunks]))
-    callbacks = [lane.checked for lane in lanes if lane.checked is not None]
+    callbacks = [lane.on_finite for lane in lanes if lane.on_finite is not None]
     if callbacks:  # a chunk counts once, however many of its lanes are not finite
         callbacks[0](fine)
     return fine
@@ -197,7 +200,7 @@ def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], T
 
 def lane_chunks(lanes: Sequence[Lane], index: int, step: int, desk: Desk) -> list[LaneChunk]:
     """Chunk `index` of every lane that has one; the first chunk is there even if it is empty."""
-    spans = [lane.cut.span(index) for lane in lanes]
+    spans = [lane.spec.chunking.span(index) for lane in lanes]
     return [
         lane.chunk(span, Key(step, index, at), desk)
         for at, (lane, span) in enumerate(zip(lanes, spans, strict=True))

@@ -17,7 +17,7 @@ from thinwire import log
 from thinwire.codecs import Codec
 from thinwire.collectives import cost
 from thinwire.collectives.channel import Channel
-from thinwire.collectives.cost import CurveKey, Curves, MeasuredLink, Points
+from thinwire.collectives.cost import CurveKey, Curves, Points
 from thinwire.collectives.plan import Choose
 from thinwire.collectives.transport import wait_for
 
@@ -42,7 +42,7 @@ def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: 
         key = CurveKey(verb, dtype, codecs)
         calls = {name: functools.partial(prepare, codecs, name) for name in names}
         with channel.measuring:
-            link(channel, numel * dtype.itemsize)
+            _measure_link(channel, numel * dtype.itemsize)
             known = channel.measured.curves.get(key, dict.fromkeys(calls, ()))
             channel.measured.curves[key] = _extended(channel, known, numel, calls)
         return cost.choice(channel.measured, key, numel, channel.transport.world).algorithm
@@ -50,16 +50,13 @@ def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: 
     return choose
 
 
-def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
+def _measure_link(channel: Channel, nbytes: int) -> None:
     """Measure messages of up to `nbytes` to every other rank, unless that has been done."""
     measured = channel.measured
     if not measured.exchange and all(member.rank == 0 for member in channel.transports):
         log.announce("measuring the link of this group (about a second)")
     calls = {"exchange": lambda size: _exchange(channel, size)}
     measured.exchange = _extended(channel, {"exchange": measured.exchange}, nbytes, calls)["exchange"]
-    found = measured.link(channel.transport.world)
-    assert found is not None
-    return found
 
 
 def _exchange(channel: Channel, size: int) -> Callable[[], object]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
 from thinwire.collectives import operations
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import IssuedCall, issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
@@ -39,8 +39,8 @@ class Nodes(NamedTuple):
 
 
 # Of a lane: its feedback, what learns of its errors, and what learns whether a chunk is finite.
-Watched = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
-_UNWATCHED: Watched = (None, None, None)
+LaneHooks = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
+_NO_HOOKS: LaneHooks = (None, None, None)
 
 
 class _LaneMessage:
@@ -54,7 +54,7 @@ class _LaneMessage:
         self.text = text
         key = text, self.specs, scale
         self._plan = channel.known.get(key) or channel.remember(key, plan())
-        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes are watched, or None
+        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
 
     @functools.cached_property
     def wire_bytes(self) -> int:
@@ -99,7 +99,6 @@ class Message(_LaneMessage):
         where = "" if nodes is None else f" in {nodes.inside}"
         text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
         self._scale = 1.0 / channel.world
-        self._scattered: dict[tuple[bool, ...], CallPlan] = {}  # plans by which lanes are scattered
 
         def plan() -> CallPlan:
             lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
@@ -113,12 +112,10 @@ class Message(_LaneMessage):
         tensors: Sequence[Tensor],
         carry: Carry | None = None,
         watch: Watch | None = None,
-        checked: Callable[[Fine], None] | None = None,
+        on_finite: Callable[[Fine], None] | None = None,
     ) -> Lane:
-        """Lane `index` of this message with the tensors of one step; `checked` learns whether a chunk is finite."""
-        lane = self._plan.lanes[index]
-        cut = self._plan.cuts[index]
-        return Lane(Flat(tensors), cut, lane.codec, lane.first, carry, watch, checked, lane.exact_own, lane.across)
+        """Lane `index` of this message with the tensors of one step; `on_finite` learns whether a chunk is finite."""
+        return Lane(self._plan.lanes[index], Flat(tensors), carry, watch, on_finite)
 
     def run(
         self,
@@ -130,14 +127,12 @@ class Message(_LaneMessage):
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self.text)
-        scattered = tuple(lane.flat.scattered for lane in lanes)
-        plan = self._scattered.get(scattered)
-        if plan is None:
-            plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
+        call = issue_call(self.channel, self.text)
+        scattered = [lane.flat.scattered for lane in lanes]
+        plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.reducer is not None
-        operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
-        work = call.channel.run(operation, call.site, outputs, True, copies)
+        operation = operations.AllReduce(call.context(plan, step), lanes, plan.reducer, self._scale, meter)
+        work = call.channel.submit(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
 
@@ -154,7 +149,7 @@ def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
     assert not spec.feedback  # a hierarchy has none
     inside = codec_for(nodes.inside, (spec.numel,))
     codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
-    return spec._replace(dtype=dtype, codec=codec, first=codec, across=(spec.codec, spec.first))
+    return spec._replace(dtype=dtype, codec=codec, first_phase=codec, across=(spec.codec, spec.first_phase))
 
 
 class RowMessage(_LaneMessage):
@@ -180,9 +175,9 @@ class RowMessage(_LaneMessage):
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
         row = sum(
-            lane.codec.wire_bytes(cut.span(index).numel, lane.encoded)
-            for lane, cut in zip(self._plan.lanes, self._plan.cuts, strict=True)
-            for index in range(cut.num_chunks)
+            lane.codec.wire_bytes(lane.chunking.span(index).numel, lane.encoded)
+            for lane in self._plan.lanes
+            for index in range(lane.chunking.num_chunks)
         )
         return (self.channel.world - 1) * row
 
@@ -191,7 +186,7 @@ class RowMessage(_LaneMessage):
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         step: int | None,
-        watched: Sequence[Watched] | None = None,
+        hooks: Sequence[LaneHooks] | None = None,
         note: Bad | None = None,
     ) -> None:
         """By lane: a row for the sum, and the rows of all ranks, which are changed where there is feedback.
@@ -200,30 +195,30 @@ class RowMessage(_LaneMessage):
         are there or, on a GPU, when the current stream will have them. `note`: where a program notes numbers that are
         not finite.
         """
-        call = Call(self.channel, self.text)
-        if self.program is None or watched is not None:
-            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, watched)
-            self.channel.run(operation, call.site, outputs, False)
+        call = issue_call(self.channel, self.text)
+        if self.program is None or hooks is not None:
+            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, hooks)
+            self.channel.submit(operation, call.site, outputs, False)
             return
         program = self.program if note is None else functools.partial(self.program, bad=note)
         tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        self.channel.start(program, tensors, outputs, step, call.site, written=len(outputs))
+        self.channel.launch(program, tensors, outputs, step, call.site, written=len(outputs))
 
 
 def row_operation(
-    call: Call,
+    call: IssuedCall,
     plan: CallPlan,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     step: int | None,
     scale: float | None,
-    watched: Sequence[Watched] | None = None,
+    hooks: Sequence[LaneHooks] | None = None,
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
-    parts = zip(inputs, plan.cuts, plan.lanes, watched or [_UNWATCHED] * len(inputs), strict=True)
-    lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec, *seen) for x, cut, lane, seen in parts]
-    setting = call.setting(plan, step)
+    parts = zip(plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
+    lanes = [Lane(spec, Flat([x]), *lane_hooks) for spec, x, lane_hooks in parts]
+    context = call.context(plan, step)
     if scale is not None:
-        return operations.ReduceScatter(setting, lanes, [Flat([output]) for output in outputs], scale)
+        return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
-    return operations.Gather(setting, lanes, rows_LW)
+    return operations.Gather(context, lanes, rows_LW)

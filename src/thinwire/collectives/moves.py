@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, groups, operations, programs, torch_verbs
-from thinwire.collectives.call import Call, known_call, planned, remember
+from thinwire.collectives.call import IssuedCall, issue_known, issue_planned, remember
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Lane
@@ -45,7 +45,7 @@ def all_gather_into_tensor(
         _gather_differences(gather, output_tensor, input_tensor, groups.resolve(group).rank(), algorithm, feedback)
         return None
     given = (output_tensor, input_tensor)
-    call = known_call("all_gather", given, group, step, codec, algorithm)
+    call = issue_known("all_gather", given, group, step, codec, algorithm)
     output, input = given
     if call is None:
         output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
@@ -58,19 +58,19 @@ def all_gather_into_tensor(
             )
         codecs = checks.codecs_for(codec, output.shape)
         key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
-        call = planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (world, 1))
+        call = issue_planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (world, 1))
         remember(call, "all_gather", given, codec, algorithm)
         output, input = output.detach(), input.detach()
     plan = call.plan
     if plan.program is not None:
-        return call.channel.start(plan.program, (output, input), [output_tensor], step, call.site, async_op)
+        return call.channel.launch(plan.program, (output, input), [output_tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     input = torch_verbs.unstraddled(input, output, input)
     whole = output.contiguous()
     operation = row_operation(call, plan, [whole], [input], step, None)
     copies = () if output.is_contiguous() else ((output, whole),)
-    return call.channel.run(operation, call.site, [output_tensor], async_op, copies)
+    return call.channel.submit(operation, call.site, [output_tensor], async_op, copies)
 
 
 all_gather_single = all_gather_into_tensor
@@ -110,13 +110,13 @@ def all_gather(
             f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
-    call = planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (len(sizes), 1))
+    call = issue_planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (len(sizes), 1))
     plan = call.plan
     if not plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
-    lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
-    operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
-    return call.channel.run(operation, call.site, tensor_list, async_op)
+    lane = Lane(plan.lanes[0], Flat([input]))
+    operation = operations.Gather(call.context(plan, step), [lane], [[Flat([output]) for output in outputs]])
+    return call.channel.submit(operation, call.site, tensor_list, async_op)
 
 
 def broadcast(
@@ -136,24 +136,24 @@ def broadcast(
     Example: thinwire.broadcast(weights, src=0, codec="bf16")
     """
     part = tensor
-    call = known_call("broadcast", (tensor,), group, step, codec, algorithm, src, group_src)
+    call = issue_known("broadcast", (tensor,), group, step, codec, algorithm, src, group_src)
     if call is None:
         (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1, step=step)
         channel = channel_of(groups.resolve(group), part.device)
         source = _source(channel, src, group_src)
         codecs = checks.codecs_for(codec, part.shape)
         key = PlanKey("broadcast", (part.numel(),), part.dtype, codecs, algorithm, source=source)
-        call = planned(channel, key, functools.partial(broadcast, group=group, group_src=0), (channel.world,))
+        call = issue_planned(channel, key, functools.partial(broadcast, group=group, group_src=0), (channel.world,))
         remember(call, "broadcast", (tensor,), codec, algorithm, src, group_src)
         part = part.detach()
     plan = call.plan
     assert plan.source is not None
     if plan.program is not None:
-        return call.channel.start(plan.program, (part,), [tensor], step, call.site, async_op)
+        return call.channel.launch(plan.program, (part,), [tensor], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.broadcast(call, part, plan.source, [tensor], async_op)
-    operation = operations.Broadcast(call.setting(plan, step), Flat([part]), plan.source, plan.cuts[0])
-    return call.channel.run(operation, call.site, [tensor], async_op)
+    operation = operations.Broadcast(call.context(plan, step), Lane(plan.lanes[0], Flat([part])), plan.source)
+    return call.channel.submit(operation, call.site, [tensor], async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -187,7 +187,7 @@ def all_to_all_single(
     """
     even = output_split_sizes is None and input_split_sizes is None
     target, source = output, input
-    call = known_call("all_to_all", (output, input), group, step, codec, algorithm) if even else None
+    call = issue_known("all_to_all", (output, input), group, step, codec, algorithm) if even else None
     if call is None:
         target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
         channel = channel_of(groups.resolve(group), target.device)
@@ -197,7 +197,7 @@ def all_to_all_single(
         )
         row = tuple(source.shape[1:])
         key = PlanKey("all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=row)
-        call = _planned(channel, key, group, out, sent)
+        call = _issue_exchange(channel, key, group, out, sent)
         even = even and target.numel() == source.numel() > 0
         if even:
             call.plan = _even_plan(channel, call.plan, source.numel() // channel.world)
@@ -205,7 +205,7 @@ def all_to_all_single(
         target, source = target.detach(), source.detach()
     if even:
         if call.plan.program is not None:
-            return call.channel.start(call.plan.program, (target, source), [output], step, call.site, async_op)
+            return call.channel.launch(call.plan.program, (target, source), [output], step, call.site, async_op)
         out = sent = [source.numel() // call.channel.world] * call.channel.world
     if not call.plan.lanes:
         return torch_verbs.all_to_all(call, [target], [source], (out, sent), [output], async_op)
@@ -257,7 +257,7 @@ def all_to_all(
         )
     key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
     received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
-    call = _planned(channel, key, group, received, sent)
+    call = _issue_exchange(channel, key, group, received, sent)
     if not call.plan.lanes:
         return torch_verbs.all_to_all(call, outputs, inputs, (received, sent), output_tensor_list, async_op)
     return _exchange(call, outputs, inputs, step, output_tensor_list, (), async_op)
@@ -281,18 +281,20 @@ def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) 
     return listed
 
 
-def _planned(channel: Channel, key: PlanKey, group: groups.Group, received: list[int], sent: list[int]) -> Call:
-    """The call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
+def _issue_exchange(
+    channel: Channel, key: PlanKey, group: groups.Group, received: list[int], sent: list[int]
+) -> IssuedCall:
+    """Issue the call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
     rank = channel.transport.rank
     if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
-        own = channel.failures.own
-        raise CollectiveError(f"{own} would send itself {sent[rank]} elements and expects {received[rank]}")
+        this_rank = channel.failures.this_rank
+        raise CollectiveError(f"{this_rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     trial = functools.partial(all_to_all_single, group=group)
-    return planned(channel, key, trial, (channel.world, channel.world), (sent, received))
+    return issue_planned(channel, key, trial, (channel.world, channel.world), (sent, received))
 
 
 def _exchange(
-    call: Call,
+    call: IssuedCall,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     step: int | None,
@@ -305,12 +307,12 @@ def _exchange(
     if plan.program is not None:
         tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
         program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
-        return call.channel.start(program, tensors, results, step, call.site, async_op, written=len(outputs))
+        return call.channel.launch(program, tensors, results, step, call.site, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]
     others = [rank for rank in range(link.world) if rank != link.rank]
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
-    setting = call.setting(sized(plan, lengths), step)
-    operation = operations.Exchange(setting, flats_out, flats_in, plan.cuts[0].chunk)
-    return call.channel.run(operation, call.site, results, async_op, copies)
+    context = call.context(sized(plan, lengths), step)
+    operation = operations.Exchange(context, plan.lanes[0], flats_out, flats_in)
+    return call.channel.submit(operation, call.site, results, async_op, copies)

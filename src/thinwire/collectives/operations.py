@@ -7,14 +7,15 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
+from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, all_true, lane_chunks
-from thinwire.collectives.pipeline import Operation, Setting
+from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, all_true, check_finite, lane_chunks
+from thinwire.collectives.pipeline import CallContext, Operation
 from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
@@ -27,16 +28,16 @@ Meter = Callable[[int, float, float], None]
 class AllReduce(Operation):
     """Sum every lane over the ranks, in place.
 
-    [Note: In step] Chunks that wait more than twice are one chunk to the line. Each is a stage behind the one before
-    it. In a round one is started, and then all that are under way are waited for once, the youngest first: so its next
-    message is on its way while older ones are waited for. All ranks do this in the same order whatever their delays, so
-    that each has started what others wait for.
+    [Note: In step] Chunks that wait more than twice are one chunk to the pipeline. Each is a stage behind the one
+    before it. In a round one is started, and then all that are under way are waited for once, the youngest first: so
+    its next message is on its way while older ones are waited for. All ranks do this in the same order whatever their
+    delays, so that each has started what others wait for.
     """
 
     def __init__(
-        self, setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+        self, context: CallContext, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
     ) -> None:
-        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        super().__init__(context, max(lane.spec.chunking.num_chunks for lane in lanes), [lane.flat for lane in lanes])
         self._lanes = lanes
         self._reducer = reducer
         self._scale = scale
@@ -45,7 +46,7 @@ class AllReduce(Operation):
             self.in_order = True
             self._count = self.num_chunks
             self.num_chunks = 1
-            self._each = aligned(setting.chunk_bytes)  # of one
+            self._each = aligned(context.chunk_bytes)  # of one
             self._slots = min(self._count, reducer.messages + 1)
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
@@ -91,20 +92,20 @@ class AllReduce(Operation):
 class ReduceScatter(Operation):
     """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
-    A lane holds one row per rank, and its cut is of a row. If lanes have feedback, every
-    message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
+    A lane holds one row per rank, and its chunks are those of a row. If lanes have feedback, every message also
+    says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
-    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
-        chunks = max(lane.cut.num_chunks for lane in lanes)
-        super().__init__(setting, chunks, outputs, [lane.flat for lane in lanes])
+    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
+        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
+        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = scale
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         link = self._link
-        spans = [lane.cut.span(index) for lane in self._lanes]
+        spans = [lane.spec.chunking.span(index) for lane in self._lanes]
         pairs = zip(self._lanes, spans, strict=True)
         sizes = [
             lane.codec.wire_bytes(span.numel, lane.dtype) if span.numel or not index else 0 for lane, span in pairs
@@ -127,36 +128,31 @@ class ReduceScatter(Operation):
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
         fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
-        self._count(sizes, came_WN, spans)
-        for at, wires_WN in enumerate(columns(came_WN, sizes)):
-            if sizes[at]:
-                self._add(at, spans[at], wires_WN, rows[at], fine, desk)
+        for parts, wires_WN in zip(rows, columns(came_WN, sizes), strict=True):
+            for part in parts:
+                part.received_WN = wires_WN
+        check_finite([parts[0] for parts in rows if parts], LaneChunk.all_finite)
+        for at, parts in enumerate(rows):
+            if parts:
+                self._add(at, spans[at], parts, fine, desk)
 
     def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
         """Write the wire of a span of the row for a rank."""
-        begin = rank * lane.cut.numel + span.begin
+        begin = rank * lane.spec.chunking.numel + span.begin
         part = lane.chunk(Span(begin, begin + span.numel), key, desk)
         part.wires = [wire]
         part.load()
         part.encode(part.whole, lane.codec, wire, key.of(rank))
         return part
 
-    def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
-        """Call the first `checked` with whether what came, of all lanes, is finite."""
-        callbacks = [lane.checked for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.checked]
-        if callbacks:
-            parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
-            found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
-            callbacks[0](all_true(torch.stack(found)))
-
-    def _add(self, at: int, span: Span, wires_WN: Tensor, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
+    def _add(self, at: int, span: Span, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
         """Write a span of the output of lane `at`, and update what its feedback remembers."""
         lane = self._lanes[at]
         output = self._outputs[at]
         step = rows[0].key.of(self._link.rank)
         out = output.read(span, desk)
         total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
-        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=step)
+        lane.codec.decode_sum(rows[0].received_WN, total, scale=self._scale, step=step)
         if lane.carry is not None:
             for part in rows:
                 lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
@@ -169,21 +165,22 @@ class ReduceScatter(Operation):
 class Gather(Operation):
     """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
-    Rows may have any lengths; the cut of a lane is that of the longest.
+    Rows may have any lengths; the chunks of a lane are those of the longest.
     """
 
-    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
+    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
         outputs = [flat for row in outputs_LW for flat in row]
-        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.flat for lane in lanes])
+        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
+        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
-        pairs = zip([lane.cut for lane in lanes], outputs_LW, strict=True)
-        self._cuts = [[Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in row] for cut, row in pairs]
+        pairs = zip(lanes, outputs_LW, strict=True)
+        self._chunkings_LW = [[replace(lane.spec.chunking, numel=flat.numel) for flat in row] for lane, row in pairs]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         link = self._link
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
-        parts_LW = [[cut.span(index) for cut in cuts] for cuts in self._cuts]
+        parts_LW = [[chunking.span(index) for chunking in row] for row in self._chunkings_LW]
         pairs = zip(self._lanes, parts_LW, strict=True)
         sizes_LW = [wire_sizes(lane.codec, parts, lane.flat.dtype) for lane, parts in pairs]
         sizes_WL = list(zip(*sizes_LW, strict=True))
@@ -204,10 +201,11 @@ class Gather(Operation):
 class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
-    def __init__(self, setting: Setting, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
-        chunks = max(Cut(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
-        super().__init__(setting, chunks, outputs, inputs)
-        self._chunk = chunk
+    def __init__(self, context: CallContext, lane: LaneSpec, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
+        self._codec = lane.codec
+        self._chunk = lane.chunking.chunk
+        chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
+        super().__init__(context, chunks, outputs, inputs)
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         codec = self._codec
@@ -220,7 +218,7 @@ class Exchange(Operation):
                 codec.encode(self._inputs[peer].read(part, desk), wire, step=key.of(link.rank))
         lengths = [self._inputs[p].numel for p, _, _ in sends], [self._outputs[p].numel for p, _, _ in receives]
         moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0], lengths)
-        kept = Cut(self._inputs[link.rank].numel, self._chunk).span(index)
+        kept = Chunking(self._inputs[link.rank].numel, self._chunk).span(index)
         self._outputs[link.rank].read(kept, desk).copy_(self._inputs[link.rank].read(kept, desk))
         yield moving
         for peer, wire, part in receives:
@@ -233,7 +231,7 @@ class Exchange(Operation):
 
         On gloo an empty one travels where ranks have nothing for each other: one that expects something waits for it.
         """
-        spans = [Cut(flat.numel, self._chunk).span(index) for flat in flats]
+        spans = [Chunking(flat.numel, self._chunk).span(index) for flat in flats]
         empty = index == 0 and not self._link.on_stream
         peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
         sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
@@ -241,27 +239,26 @@ class Exchange(Operation):
 
 
 class Broadcast(Operation):
-    """flat = the source's numbers, which every rank, the source too, decodes from the source's wires.
+    """lane = the source's numbers, which every rank, the source too, decodes from the source's wires.
 
     The source sends every other rank a share of the wires, and these pass their shares on: no link carries more than
     one wire in either direction.
     """
 
-    def __init__(self, setting: Setting, flat: Flat, source: int, cut: Cut) -> None:
-        super().__init__(setting, cut.num_chunks, [flat])
-        self._flat = flat
+    def __init__(self, context: CallContext, lane: Lane, source: int) -> None:
+        super().__init__(context, lane.spec.chunking.num_chunks, [lane.flat])
+        self._lane = lane
         self._source = source
-        self._cut = cut
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        codec = self._codec
+        codec = self._lane.codec
         link = self._link
-        span = self._cut.span(index)
+        span = self._lane.spec.chunking.span(index)
         key = Key(self._step, index)
-        x = self._flat.read(span, desk)
+        x = self._lane.flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]
         parts = shards(Span(0, span.numel), len(others), codec.unit)
-        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._flat.dtype)]
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, x.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
             for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
@@ -269,11 +266,11 @@ class Broadcast(Operation):
                     codec.encode(x[part.begin : part.end], wire, step=key.of(shard))
             yield link.exchange(list(shares.items()), [], self._tags[0])
         else:
-            own = shares.pop(link.rank, None)
-            yield link.exchange([], [] if own is None else [(self._source, own)], self._tags[0])
-            sends = [] if own is None else [(rank, own) for rank in others if rank != link.rank]
+            share = shares.pop(link.rank, None)
+            yield link.exchange([], [] if share is None else [(self._source, share)], self._tags[0])
+            sends = [] if share is None else [(rank, share) for rank in others if rank != link.rank]
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
         for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
                 codec.decode(wire, x[part.begin : part.end], step=key.of(shard))
-        self._flat.write(span, x)
+        self._lane.flat.write(span, x)

@@ -1,17 +1,17 @@
-"""How the operations of a group run: one line of them, cut into chunks that overlap, in one scratch buffer.
+"""How the operations of a group run: in order, cut into chunks that overlap, in one scratch buffer.
 
-[Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
-that encodes, starts messages, yields what it waits for, and resumes when that is done. The line keeps as many chunks
-under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
-reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
-last one's end leaves. The line is one thread; messages carry tags drawn when the operation was called, so delays change
-no result. On NCCL there is no line: a stream of the GPU runs the chunks one after the other (programs.py).
+[Note: Issue order] Every group has one pipeline of operations. An operation is cut into chunks; a chunk is a coroutine
+that encodes, starts messages, yields what it waits for, and resumes when that is done. The pipeline keeps as many
+chunks under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is
+being reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
+last one's end leaves. The pipeline is one thread; messages carry tags drawn when the operation was called, so delays
+change no result. On NCCL there is no pipeline: a stream of the GPU runs the chunks one after the other (programs.py).
 
 [Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
 of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
 started the second message of all earlier ones, so everything that another rank needs for those is on its way. With
-more messages per chunk this does not hold: such operations are one chunk to the line, which is waited for until it is
-done, and overlap their parts in an order of their own (operations.py, [Note: In step]).
+more messages per chunk this does not hold: such operations are one chunk to the pipeline, which is waited for until it
+is done, and overlap their parts in an order of their own (operations.py, [Note: In step]).
 """
 
 import contextlib
@@ -24,23 +24,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, Flat, aligned
 from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
+from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
 
-_IDLE_S = 1.0  # how often an idle line asks whether its group still exists
+_IDLE_S = 1.0  # how often an idle pipeline asks whether its group still exists
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every operation of a call needs to know."""
+class CallContext:
+    """What the operation of a call needs to know."""
 
     link: Transport
-    codec: Codec
     step: int
     tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
     chunk_bytes: int  # scratch of one chunk
@@ -59,14 +58,15 @@ class Operation:
     started: int = 0  # chunks
     ended: int = 0
 
-    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
-        self._link = setting.link
-        self._codec = setting.codec
-        self._step = setting.step
-        self._tags = setting.tags
+    def __init__(
+        self, context: CallContext, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
+    ) -> None:
+        self._link = context.link
+        self._step = context.step
+        self._tags = context.tags
         self.num_chunks = num_chunks
-        self.chunk_bytes = setting.chunk_bytes
-        self.scratch_bytes = setting.scratch_bytes
+        self.chunk_bytes = context.chunk_bytes
+        self.scratch_bytes = context.scratch_bytes
         self._outputs = outputs
         self._inputs = inputs
         self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
@@ -87,19 +87,21 @@ class Operation:
         for tensor, numbers in self.copies:
             tensor.detach().copy_(numbers.view(tensor.shape))
 
-    def end_if_done(self) -> None:
-        """Finish once the last chunk has ended."""
-        if self.ended == self.num_chunks and not self.work.is_ended:
-            with torch.inference_mode():
-                self.finish()
-            self.groups = ()
-            self.work.finished()
-
     def fail(self, error: BaseException) -> None:
         """Raise the error in all who wait for the operation."""
         self.groups = ()  # the error's traceback holds the operation, which would hold the group
-        if not self.work.is_ended:
+        if not self.work.is_completed():
             self.work.failed(error)
+
+
+def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """An operation as a program, for GPU calls without launches of their own: its chunks run in order on the stream."""
+    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+    with torch.inference_mode():  # outputs may be inference tensors
+        for index in range(operation.num_chunks):
+            for awaited in operation.chunk(index, Desk(buffer)):
+                wait_for(awaited)  # the stream waits, not the host
+        operation.finish()
 
 
 class ScratchRing:
@@ -159,13 +161,12 @@ class _Running:
     scratch: Tensor
     stages: Stages
     awaited: Sequence[Waitable] = ()
-    waited: int = 0  # how often
 
 
 _wait = ranged("thinwire::wire")(wait_for)
 
 
-class Line:
+class Pipeline:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
     def __init__(self, scratch: ScratchRing, failures: Failures) -> None:
@@ -180,31 +181,23 @@ class Line:
     def idle(self) -> bool:
         return not self._under_way and self.entry is None
 
-    def enter(self, operation: Operation) -> None:
-        """Make it the next whose chunks are started."""
-        if self.failure is not None:
-            operation.work.failed(broken(self.failure))
-        else:
-            self.entry = operation
-
     def advance(self) -> None:
         """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
         try:
             running = self._new_chunk()
+            is_resumed = running is None
             if running is None:
                 if not self._under_way:
                     return
                 self._current = running = self._under_way.popleft()
                 _wait(running.awaited)
             try:
-                with torch.inference_mode():  # outputs may be inference tensors; the line's thread has no mode set
+                with torch.inference_mode():  # outputs may be inference tensors; the pipeline's thread has no mode set
                     running.awaited = next(running.stages)
             except StopIteration:
                 self._end(running)
             else:
-                first = running.waited == 0
-                running.waited += 1
-                if running.operation.in_order and not first:
+                if running.operation.in_order and is_resumed:
                     self._under_way.appendleft(running)
                 else:
                     self._under_way.append(running)
@@ -229,8 +222,13 @@ class Line:
 
     def _end(self, running: _Running) -> None:
         self.scratch.give(running.scratch)
-        running.operation.ended += 1
-        running.operation.end_if_done()
+        operation = running.operation
+        operation.ended += 1
+        if operation.ended == operation.num_chunks:
+            with torch.inference_mode():
+                operation.finish()
+            operation.groups = ()
+            operation.work.finished()
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still be under way: nothing can run on this group any more."""
@@ -253,7 +251,7 @@ def broken(cause: str) -> CollectiveError:
 
 
 def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
-    """Fail all operations that a line which has failed did not come to."""
+    """Fail all operations that a pipeline which has failed did not come to."""
     with contextlib.suppress(Empty):
         while True:
             operation = inbox.get(block=False)
@@ -261,24 +259,20 @@ def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
                 operation.fail(broken(cause))
 
 
-def serve(inbox: "SimpleQueue[Operation | None]", line: Line, is_over: Callable[[], bool]) -> None:
-    """The thread of a line, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
-    if line.scratch.device.type == "cuda":
-        torch.cuda.set_device(line.scratch.device)
-    serving.line = line
+def serve(inbox: "SimpleQueue[Operation | None]", pipeline: Pipeline, is_over: Callable[[], bool]) -> None:
+    """The pipeline's thread, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
+    if pipeline.scratch.device.type == "cuda":
+        torch.cuda.set_device(pipeline.scratch.device)
+    serving.pipeline = pipeline
     closing = False
-    while not (closing and line.idle):
-        if line.entry is None and not closing:
+    while pipeline.failure is None and not (closing and pipeline.idle):
+        if pipeline.entry is None and not closing:
             try:
-                operation = inbox.get(block=line.idle, timeout=_IDLE_S)
-                closing = operation is None
-                if operation is not None:
-                    line.enter(operation)
-                del operation
+                pipeline.entry = inbox.get(block=pipeline.idle, timeout=_IDLE_S)
+                closing = pipeline.entry is None
             except Empty:
-                if line.idle and is_over():
+                if pipeline.idle and is_over():
                     return
-        line.advance()
-        if line.failure is not None:
-            refuse(inbox, line.failure)
-            return
+        pipeline.advance()
+    if pipeline.failure is not None:
+        refuse(inbox, pipeline.failure)

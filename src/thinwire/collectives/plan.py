@@ -14,7 +14,7 @@ import torch
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
-from thinwire.collectives.chunks import Cut, Span
+from thinwire.collectives.chunks import Chunking, Span
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.operations import NOTE_BYTES
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class PlanKey(NamedTuple):
-    """Calls of one kind: what ranks have to agree on. str() is the line of text that they compare."""
+    """Calls of one kind: what ranks have to agree on. str() is the description that they compare."""
 
     verb: str
     lengths: tuple[int, ...]  # elements of the tensors; () where they may differ between ranks
@@ -50,9 +50,9 @@ class PlanKey(NamedTuple):
     row: tuple[int, ...] | None = None  # the shape of what an exchange does not cut
 
     def __str__(self) -> str:
-        lengths = list(self.lengths) if self.verb == "all_gather" else "+".join(map(str, self.lengths))
+        numel = "+".join(map(str, self.lengths))
         parts = [
-            "" if not self.lengths else f"{'lengths' if self.verb == 'all_gather' else 'numel'}={lengths}",
+            f"lengths={list(self.lengths)}" if self.verb == "all_gather" else numel and f"numel={numel}",
             "" if self.reduction is None else f"op={self.reduction}",
             "" if self.source is None else f"from rank {self.source}",
             "" if self.row is None else f"rows of {self.row}",
@@ -78,7 +78,6 @@ class CallPlan:
 
     text: str
     lanes: Sequence[LaneSpec] = ()
-    cuts: Sequence[Cut] = ()
     chunk_bytes: int = 0  # scratch of one chunk
     scratch_bytes: int = 0  # scratch of the operation
     reducer: Reducer | None = None  # of a sum
@@ -97,24 +96,25 @@ def sum_plan(
     shards = links[-1].world  # for the ranks of a group or of a node
     held = shards if algorithm == "one_shot" else 2
     wires = [lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes]
-    cuts = [lane_cut(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
+    lanes = [_chunked(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
     reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
-    plan = CallPlan(text, lanes, cuts, reducer=reducer, program=_sum_program(links, algorithm, lanes, cuts, scale))
+    program = _sum_program(links, algorithm, lanes, scale)
+    plan = CallPlan(text, lanes, reducer=reducer, program=program)
     return with_scratch(plan, (False,) * len(lanes))
 
 
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
     """A lane of numbers of `dtype` as it is summed on one group: a rank adds its own numbers as they are."""
-    return spec._replace(dtype=dtype, exact_own=not isinstance(spec.codec, Identity))
+    return spec._replace(dtype=dtype, exact_local=not isinstance(spec.codec, Identity))
 
 
 def sum_sent_bytes(plan: CallPlan, specs: Sequence[LaneSpec]) -> int:
     """Bytes of wires that this rank hands to the transport; `specs` have the codecs that cross between nodes."""
     assert plan.reducer is not None
     return sum(
-        plan.reducer.sent_bytes(lane.codec, cut.span(index).numel, lane.encoded, spec.codec)
-        for spec, lane, cut in zip(specs, plan.lanes, plan.cuts, strict=True)
-        for index in range(cut.num_chunks)
+        plan.reducer.sent_bytes(lane.codec, lane.chunking.span(index).numel, lane.encoded, spec.codec)
+        for spec, lane in zip(specs, plan.lanes, strict=True)
+        for index in range(lane.chunking.num_chunks)
     )
 
 
@@ -123,42 +123,44 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     assert plan.reducer is not None
     chunk_bytes = 0
     chunk_wire = 0
-    for lane, cut, apart in zip(plan.lanes, plan.cuts, scattered, strict=True):
-        numel = min(cut.chunk, cut.numel)
-        outer = (lane.across or (lane.codec,))[0]
-        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, outer)
+    for lane, apart in zip(plan.lanes, scattered, strict=True):
+        numel = min(lane.chunking.chunk, lane.numel)
+        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, lane.across_codecs[0])
         chunk_bytes += lane.copy_bytes(numel, scattered=apart)
         chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
     wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)
-    most = max(cut.num_chunks for cut in plan.cuts)
+    most = max(lane.chunking.num_chunks for lane in plan.lanes)
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
     return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
-def lane_cut(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> Cut:
-    """The chunks of a lane that takes `wire` bytes in all, each of which falls into `shards` shards.
+def _chunked(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> LaneSpec:
+    """A lane that takes `wire` bytes in all, with its chunks, each of which falls into `shards` shards.
 
     `held`: the wires that the scratch of a chunk holds on a stream.
     """
     if links[0].on_stream:
-        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, held)
-    return chunks.cut(lane.numel, wire, math.prod(link.world for link in links), shards, lane.codec.unit)
+        found = programs.stream_chunking(lane.numel, wire, shards, lane.codec.unit, held)
+    else:
+        world = math.prod(link.world for link in links)
+        found = chunks.choose_chunking(lane.numel, wire, world, shards, lane.codec.unit)
+    return lane._replace(chunking=found)
 
 
 def _sum_program(
-    links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
+    links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float
 ) -> programs.SumProgram | None:
     """The program of a sum on a stream of a GPU; None where there is none."""
     if not all(link.on_stream for link in links) or not all(lane.numel for lane in lanes):
         return None
     for lane in lanes:
-        codecs = {lane.codec, lane.first, *(lane.across or ())}
+        codecs = {lane.codec, lane.first_phase, *(lane.across or ())}
         dtype = torch.float32 if lane.feedback else lane.dtype
         if not all(programs.fits(codec, dtype, lane.feedback) for codec in codecs):
             return None
         if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
             return None  # sums in fp32 of numbers that travel as they are
-    return programs.SumProgram(links, algorithm, lanes, cuts, scale)
+    return programs.SumProgram(links, algorithm, lanes, scale)
 
 
 def rows_plan(
@@ -169,45 +171,45 @@ def rows_plan(
     `total`: the elements of all rows, where they are not all as long.
     """
     held = 1 if scale is None else 2  # matrices of wires in a chunk's scratch
-    cuts = []
+    chunked = []
     wire = 0
     chunk_wire = 0
     copies = 0
     for lane in lanes:
         rows = max(1, -(-(total or link.world * lane.numel) // max(lane.numel, 1)))
         whole = rows * lane.codec.wire_bytes(lane.numel, lane.encoded)
-        cuts.append(lane_cut(lane, whole, [link]))
-        numel = min(cuts[-1].chunk, lane.numel)
+        chunked.append(_chunked(lane, whole, [link]))
+        numel = min(chunked[-1].chunking.chunk, lane.numel)
         wire += whole
         chunk_wire += link.world * lane.codec.wire_bytes(numel, lane.encoded)
         copies += (link.world + 1) * lane.copy_bytes(numel)
     chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
-    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(cut.num_chunks for cut in cuts))
-    plan = CallPlan(text, lanes, cuts, chunk_bytes, limit)
-    if not link.on_stream or total or not all(map(_has_rows, lanes, cuts)):
+    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(lane.chunking.num_chunks for lane in chunked))
+    plan = CallPlan(text, chunked, chunk_bytes, limit)
+    if not link.on_stream or total or not all(map(_has_rows, chunked)):
         return plan
     if scale is None:
         return replace(plan, program=programs.gather_program(link, lanes))
     return replace(plan, program=programs.scatter_program(link, lanes, scale))
 
 
-def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
+def _has_rows(lane: LaneSpec) -> bool:
     """Whether one launch encodes a lane's rows."""
     fits = programs.fits(lane.codec, lane.dtype)
-    return cut.num_chunks == 1 and lane.numel > 0 and not lane.feedback and fits
+    return lane.chunking.num_chunks == 1 and lane.numel > 0 and not lane.feedback and fits
 
 
 def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> CallPlan:
     count = link.world - 1
     wire = lane.codec.wire_bytes(lane.numel, lane.dtype)
-    cut = lane_cut(lane, wire, [link], count)
-    parts = chunks.shards(Span(0, min(cut.chunk, lane.numel)), count, lane.codec.unit)
+    lane = _chunked(lane, wire, [link], count)
+    parts = chunks.shards(Span(0, min(lane.chunking.chunk, lane.numel)), count, lane.codec.unit)
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
-    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)
+    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, lane.chunking.num_chunks)
     program = None
-    if link.on_stream and _has_rows(lane, cut):
+    if link.on_stream and _has_rows(lane):
         program = programs.broadcast_program(link, lane, source)
-    return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
+    return CallPlan(text, [lane], chunk_bytes, limit, program=program)
 
 
 def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
@@ -275,19 +277,19 @@ def plan_verb(key: PlanKey, link: Transport, choose: Choose, most: int) -> CallP
 def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
     """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
-    cut = Cut(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
+    chunking = Chunking(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
     program: Program | None = None
     if link.on_stream and programs.fits(lane.codec, lane.dtype):
         program = functools.partial(programs.exchange_uneven, link, lane.codec)
-    return CallPlan(text, [lane], [cut], program=program)
+    return CallPlan(text, [lane._replace(chunking=chunking)], program=program)
 
 
 def sized(plan: CallPlan, lengths: Sequence[int]) -> CallPlan:
     """The plan of an exchange, with the scratch that messages of these lengths take."""
-    (lane,), (cut,) = plan.lanes, plan.cuts
+    (lane,) = plan.lanes
     wire = sum(lane.codec.wire_bytes(numel, lane.dtype) for numel in lengths)
-    chunk_bytes = sum(lane.codec.wire_bytes(min(numel, cut.chunk), lane.dtype) for numel in lengths)
-    num_chunks = -(-max(lengths, default=1) // cut.chunk)
+    chunk_bytes = sum(lane.codec.wire_bytes(min(numel, lane.chunking.chunk), lane.dtype) for numel in lengths)
+    num_chunks = -(-max(lengths, default=1) // lane.chunking.chunk)
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
     return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 

@@ -1,14 +1,14 @@
 """Messages between two ranks: send, recv, isend, irecv, batch_isend_irecv.
 
 [Note: Between two] No third rank knows of such a message. So nothing is compared before it, and it stays out of the
-group's line, where it could hold up a sum that its sender waits for. Both ends compute the wire's length from the
+group's pipeline, where it could hold up a sum that its sender waits for. Both ends compute the wire's length from the
 tensor's length and dtype and the codec. On gloo these, the step and the caller's own tag make the message's tag: ends
 that disagree never read each other's bytes, and the one that receives raises at the group's timeout. NCCL has no tags:
 there both ends have to call alike, as with torch's own verbs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from thinwire.collectives.work import MessageWork, Work
 from thinwire.errors import CollectiveError
 
 
-class Letter(NamedTuple):
+class P2PRequest(NamedTuple):
     """One message as its caller describes it. Without a codec the numbers travel as they are, under that tag."""
 
     sent: bool  # else received
@@ -141,8 +141,8 @@ def batch_isend_irecv(
     if any(op.group != ops[0].group for op in ops):
         raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
     number = 0 if step is None else checks.check_step(step)
-    letters = [Letter(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
-    return start(letters, ops[0].group)
+    requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
+    return start_transfers(requests, ops[0].group)
 
 
 def _one(
@@ -163,70 +163,70 @@ def _one(
     if group_peer is None and verb == "isend":
         raise CollectiveError("isend: expected dst or group_dst, got neither")
     number = 0 if step is None else checks.check_step(step)
-    return start([Letter(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
+    return start_transfers([P2PRequest(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
 
 
-def start(letters: Sequence[Letter], group: groups.Group) -> list[Work]:
+def start_transfers(requests: Sequence[P2PRequest], group: groups.Group) -> list[Work]:
     """Start messages of one group that wait for none of each other: a work for each, on NCCL one for all."""
     members = groups.resolve(group)
-    for letter in letters:
-        if letter.peer is not None and (not 0 <= letter.peer < members.size() or letter.peer == members.rank()):
-            verb = "isend" if letter.sent else "irecv"
+    for request in requests:
+        if request.peer is not None and (not 0 <= request.peer < members.size() or request.peer == members.rank()):
+            verb = "isend" if request.sent else "irecv"
             raise CollectiveError(
-                f"{verb}: expected another rank of the group's {members.size()}, got {letter.peer}, and this is rank "
+                f"{verb}: expected another rank of the group's {members.size()}, got {request.peer}, and this is rank "
                 f"{members.rank()}"
             )
-        if not isinstance(letter.tag, int) or not 0 <= letter.tag < 1 << 29:
-            raise CollectiveError(f"a message's tag must be 0..2**29 - 1, got {letter.tag!r}")
-    channel = channel_of(members, letters[0].tensor.device)
+        if not isinstance(request.tag, int) or not 0 <= request.tag < 1 << 29:
+            raise CollectiveError(f"a message's tag must be 0..2**29 - 1, got {request.tag!r}")
+    channel = channel_of(members, requests[0].tensor.device)
     if channel.failure is not None:
         raise broken(channel.failure)
-    posts = [_Post(channel, letter) for letter in letters]
+    transfers = [_Transfer(channel, request) for request in requests]
     if channel.transport.on_stream:
-        return [_start_batch(channel, posts)]
-    return [_start_one(channel, post) for post in posts]
+        return [_start_batch(channel, transfers)]
+    return [_start_one(channel, transfer) for transfer in transfers]
 
 
-class _Post:
-    """A letter on its way: what travels, under which tag, and what is left to do when it has come."""
+class _Transfer:
+    """A request under way: what travels, under which tag, and what is left to do when it has come."""
 
-    def __init__(self, channel: Channel, letter: Letter) -> None:
-        self.letter = letter
-        verb = "send" if letter.sent else "recv"
-        (part,) = checks.check_tensors((letter.tensor,), verb, outputs=int(not letter.sent))
+    def __init__(self, channel: Channel, request: P2PRequest) -> None:
+        self.request = request
+        verb = "send" if request.sent else "recv"
+        (part,) = checks.check_tensors((request.tensor,), verb, outputs=int(not request.sent))
         self.part = part.detach()
         self._whole = self.part.contiguous()
         self._link = channel.transport
         self.moving: Moving | None = None
-        if letter.codec is None:
-            self.wire, self.tag, self.coder = self._whole, letter.tag, None
+        if request.codec is None:
+            self.wire, self.tag, self.coder = self._whole, request.tag, None
             kind = "as it is"
         else:
-            self.coder = checks.codec_for(letter.codec, (part.numel(),))
+            self.coder = checks.codec_for(request.codec, (part.numel(),))
             nbytes = self.coder.wire_bytes(part.numel(), part.dtype)
             self.wire = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
             if part.is_cuda:
                 _load_kernels(self.coder, part.numel(), part.dtype, part.device)
             kind = f"codec={self.coder}"
-            self.tag = pair_tag(f"{letter.tag} {letter.step} {part.numel()} {part.dtype} {kind}")
+            self.tag = pair_tag(f"{request.tag} {request.step} {part.numel()} {part.dtype} {kind}")
         dtype = str(part.dtype).removeprefix("torch.")
-        toward = "to" if letter.sent else "from"
-        end = f"{toward} {'any rank' if letter.peer is None else self._link.named(letter.peer)}"
+        toward = "to" if request.sent else "from"
+        end = f"{toward} {'any rank' if request.peer is None else self._link.named(request.peer)}"
         self.text = f"{verb}(numel={part.numel()}, {dtype}, {kind}, {end})"
-        if letter.sent and self.coder is not None:
+        if request.sent and self.coder is not None:
             with torch.inference_mode():
-                self.coder.encode(self._whole.view(-1), self.wire, step=Key(letter.step, 0).of(self._link.rank))
+                self.coder.encode(self._whole.view(-1), self.wire, step=Key(request.step, 0).of(self._link.rank))
 
     def finish(self) -> None:
         """Decode what has come. The wire of a message that is sent is referenced until then."""
-        if self.letter.sent:
+        if self.request.sent:
             return
         if self.coder is not None:
-            source = self.letter.peer
+            source = self.request.peer
             if source is None:
                 assert self.moving is not None
                 source = self.moving[0]._source_rank()  # type: ignore[attr-defined]
-            self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.letter.step, 0).of(source))
+            self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.request.step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)
 
@@ -244,39 +244,36 @@ def _load_kernels(coder: Codec, numel: int, dtype: torch.dtype, device: torch.de
         coder.decode(wire, x, step=0)
 
 
-def _start_one(channel: Channel, post: _Post) -> Work:
+def _start_one(channel: Channel, transfer: _Transfer) -> Work:
     link = channel.transport
-    peer = post.letter.peer
-    message = [] if peer is None else [(peer, post.wire)]
-    send, receive = (message, []) if post.letter.sent else ([], message)
-    start_it: Callable[[], Moving] = functools.partial(link.message, send, receive, post.tag)
-    if peer is None:
-        start_it = functools.partial(link.message_from_any, post.wire, post.tag)
-    site = CallSite(channel.next_message(), post.text)
+    site = CallSite(channel.next_p2p_call(), transfer.text)
     try:
-        post.moving = start_it()
+        if transfer.request.peer is None:
+            transfer.moving = link.recv_any_source(transfer.wire, transfer.tag)
+        else:
+            transfer.moving = link.send_recv(*_sorted([transfer]), transfer.tag)
     except LostRankError as error:
         lost = error.with_traceback(None)
     else:
-        return MessageWork(post.moving, [post.letter.tensor], post.finish, channel.failures, site)
+        return MessageWork(transfer.moving, [transfer.request.tensor], transfer.finish, channel.failures, site)
     raise channel.failures.ended(lost, site)
 
 
-def _start_batch(channel: Channel, posts: Sequence[_Post]) -> Work:
+def _start_batch(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
     """All messages as one group of NCCL's."""
-    if any(post.letter.peer is None for post in posts):
-        return _start_one(channel, posts[0])  # which refuses it
-    moving = channel.transport.message(*_sorted(posts), 0)
-    channel.transport.count(*_sorted([post for post in posts if post.coder is not None]))
+    if any(transfer.request.peer is None for transfer in transfers):
+        return _start_one(channel, transfers[0])  # which refuses it
+    moving = channel.transport.send_recv(*_sorted(transfers), 0)
+    channel.transport.count(*_sorted([transfer for transfer in transfers if transfer.coder is not None]))
 
     def finish() -> None:
-        for post in posts:
-            post.finish()
+        for transfer in transfers:
+            transfer.finish()
 
-    site = CallSite(channel.next_message(), " and ".join(post.text for post in posts))
-    return MessageWork(moving, [post.letter.tensor for post in posts], finish, channel.failures, site)
+    site = CallSite(channel.next_p2p_call(), " and ".join(transfer.text for transfer in transfers))
+    return MessageWork(moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures, site)
 
 
-def _sorted(posts: Sequence[_Post]) -> tuple[Messages, Messages]:
-    ends = [(post.letter.sent, (post.letter.peer or 0, post.wire)) for post in posts]
+def _sorted(transfers: Sequence[_Transfer]) -> tuple[Messages, Messages]:
+    ends = [(transfer.request.sent, (transfer.request.peer or 0, transfer.wire)) for transfer in transfers]
     return [end for sent, end in ends if sent], [end for sent, end in ends if not sent]

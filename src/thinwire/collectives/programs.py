@@ -19,11 +19,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
-from thinwire.collectives.chunks import Cut, Span, aligned
+from thinwire.collectives.chunks import Chunking, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
-from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.transport import Transport, wait_for
+from thinwire.collectives.transport import Transport
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
@@ -33,17 +32,17 @@ MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch
 MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Starts a series of launches on the tensors of a call, at a step: on the current stream, which owns the scratch of the
-# workspace. In a silent workspace it sends nothing.
+# workspace. In a dry run it sends nothing.
 Program = Callable[[Workspace, Sequence[Tensor], int], None]
 
 
-def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
+def stream_chunking(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Chunking:
     """Cut a message into as few chunks as the scratch, for `held` wires, allows: on a GPU more chunks gain nothing."""
     count = -(-wire_bytes * max(held, MOST_WIRES) // (MAX_WIRE_BYTES * MOST_WIRES))
     if count < 2:
-        return Cut(numel, max(numel, 1))
+        return Chunking(numel, max(numel, 1))
     multiple = chunks.whole_chunk(shards, unit)
-    return Cut(numel, -(-numel // (count * multiple)) * multiple, 0, unit)
+    return Chunking(numel, -(-numel // (count * multiple)) * multiple, 0, unit)
 
 
 def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
@@ -86,19 +85,6 @@ def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], ste
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
-def staged(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream.
-
-    Waiting for a message makes the stream wait, never the host.
-    """
-    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
-    with torch.inference_mode():  # outputs may be inference tensors
-        for index in range(operation.num_chunks):
-            for awaited in operation.chunk(index, chunks.Desk(buffer)):
-                wait_for(awaited)
-        operation.finish()
-
-
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
@@ -107,28 +93,33 @@ class _Views:
     """The parts of the scratch that a sum uses; L: one per lane."""
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
-    own: Tensor  # the row of this rank in them
+    local: Tensor  # the row of this rank in them
     came: Tensor  # the rows that come
     sent_L: list[Tensor]  # each lane's part of all rows
     came_L: list[Tensor]
-    own_L: list[Tensor]  # each lane's wire in the own row
+    local_L: list[Tensor]  # each lane's wire in the local row
     floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
 
 
-def _cut_rows(
-    link: Transport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int, buffer: Tensor
+def _split_rows(
+    link: Transport,
+    sizes: Sequence[int],
+    local_sizes: Sequence[int],
+    floats: Sequence[int],
+    matrices: int,
+    buffer: Tensor,
 ) -> _Views:
-    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
+    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the local wire, and of the floats."""
     stride = sum(sizes)
     matrix = link.world * stride
     sent = buffer[:matrix]
     came = buffer[matrix * (matrices - 1) : matrix * matrices]
-    own = sent[link.rank * stride : (link.rank + 1) * stride]
+    local = sent[link.rank * stride : (link.rank + 1) * stride]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    own_L = [own[start : start + nbytes] for start, nbytes in zip(starts, owns, strict=True)]
+    local_L = [local[start : start + nbytes] for start, nbytes in zip(starts, local_sizes, strict=True)]
     at = [matrices * matrix + sum(map(aligned, floats[:i])) for i in range(len(floats))]
     floats_L = [buffer[b : b + nbytes].view(torch.float32) for b, nbytes in zip(at, floats, strict=True)]
-    return _Views(sent, own, came, [sent[b:] for b in starts], [came[b:] for b in starts], own_L, floats_L)
+    return _Views(sent, local, came, [sent[b:] for b in starts], [came[b:] for b in starts], local_L, floats_L)
 
 
 class SumKernels:
@@ -141,17 +132,17 @@ class SumKernels:
         feedback = None
         if lane.feedback:
             feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
-        self.keeps_own = two_phase and (lane.exact_own or bool(lane.feedback))
-        own = link.rank if self.keeps_own else -1
-        first = _job(lane.first if two_phase else lane.codec, self.shape, lane, link.device, stride)
+        self.keeps_local = two_phase and (lane.exact_local or bool(lane.feedback))
+        own = link.rank if self.keeps_local else -1
+        encode_job = _job(lane.first_phase if two_phase else lane.codec, self.shape, lane, link.device, stride)
         self.job = _job(lane.codec, self.shape, lane, link.device, stride)
-        self.encode = rows.encoder(first, skip=own, by_row=int(two_phase), feedback=feedback)
+        self.encode = rows.encoder(encode_job, skip=own, by_row=int(two_phase), feedback=feedback)
         self.recode: rows.Recode | None = None
         self.row = link.rank if two_phase else 0
         if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
-            size = scale if self.keeps_own else abs(scale)
+            size = scale if self.keeps_local else abs(scale)
             self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
-        sign = -1.0 if scale < 0 and not self.keeps_own else 1.0
+        sign = -1.0 if scale < 0 and not self.keeps_local else 1.0
         added = 1 if two_phase else world
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
@@ -185,7 +176,7 @@ class SumChunk:
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
         self._floats = [lane.left_bytes for lane in self._lanes]
-        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._cut, begin)
+        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._split, begin)
 
     def run(
         self,
@@ -199,15 +190,15 @@ class SumChunk:
         views = self.scratch.views(space)
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
-        sent_L = views.sent_L if self._two_phase else views.own_L
+        sent_L = views.sent_L if self._two_phase else views.local_L
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
-            if not space.silent:
+            if not space.dry_run:
                 link.all_to_all(views.came, views.sent)
             self._reduce(space, views, xs, mixed, kept)
-        if not space.silent:
-            link.all_gather(views.sent, views.own)
+        if not space.dry_run:
+            link.all_gather(views.sent, views.local)
         if bad is not None:
             for lane, wires in zip(self._lanes, views.sent_L, strict=True):
                 if lane.scan is not None:
@@ -221,11 +212,11 @@ class SumChunk:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self._lanes):
             if lane.recode is not None:
-                lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
+                lane.recode(views.came_L[i], views.local_L[i], mixed[i], xs[i] if lane.keeps_local else None, kept[i])
 
-    def _cut(self, buffer: Tensor) -> _Views:
-        owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        return _cut_rows(self._link, self._sizes, owns, self._floats, 2 if self._two_phase else 1, buffer)
+    def _split(self, buffer: Tensor) -> _Views:
+        local_sizes = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
+        return _split_rows(self._link, self._sizes, local_sizes, self._floats, 2 if self._two_phase else 1, buffer)
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
@@ -248,20 +239,19 @@ class NodesChunk(SumChunk):
         self._chunk = chunk
         self._scale = scale
         spans = [lane.shape.span(inside.rank) for lane in self._lanes]
-        owns = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
-        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in owns.items()}
+        numels = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
+        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in numels.items()}
         self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
         self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
         self._floats = [4 * (end - begin) for begin, end in spans]  # the sums of the own shards inside a node
         self._outer: SumChunk | None = None
         end = self._matrices + sum(map(aligned, self._floats))
-        if owns and across.world > 1:
-            codecs = {i: lanes[i].across or (lanes[i].codec, lanes[i].codec) for i in owns}
-            outer = [LaneSpec(numel, *codecs[i]) for i, numel in owns.items()]
+        if numels and across.world > 1:
+            outer = [LaneSpec(numel, *lanes[i].across_codecs) for i, numel in numels.items()]
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
-        self.scratch = Region(end, self._cut)
+        self.scratch = Region(end, self._split)
 
     def _reduce(
         self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
@@ -278,23 +268,21 @@ class NodesChunk(SumChunk):
             self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
         for i, put in self._puts.items():
             lane = self._lanes[i].lane
-            total = fitted(totals[i], lane.dtype, (lane.across or (lane.codec,))[0])
-            put(total, views.own_L[i], mixed[i], None)
+            total = fitted(totals[i], lane.dtype, lane.across_codecs[0])
+            put(total, views.local_L[i], mixed[i], None)
 
 
 class SumProgram:
     """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
 
-    def __init__(
-        self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
-    ) -> None:
-        self._cuts = cuts
-        self.count = max(cut.num_chunks for cut in cuts)
+    def __init__(self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float) -> None:
+        self._chunkings = [lane.chunking for lane in lanes]
+        self.count = max(chunking.num_chunks for chunking in self._chunkings)
         # The lanes that have anything in a chunk, and their sum.
         self._chunks: list[tuple[list[int], SumChunk]] = []
         made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
         for index in range(self.count):
-            lengths = tuple(cut.span(index).numel for cut in cuts)
+            lengths = tuple(chunking.span(index).numel for chunking in self._chunkings)
             some = [i for i, numel in enumerate(lengths) if numel]
             parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
             if len(links) == 2:
@@ -319,7 +307,7 @@ class SumProgram:
             self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
             return
         for index, (some, chunk) in enumerate(self._chunks):
-            spans = [self._cuts[i].span(index) for i in some]
+            spans = [self._chunkings[i].span(index) for i in some]
             parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
             steps = [mixed ^ (self._places[i] | index << 16) for i in some]
             pieces = None
@@ -342,7 +330,7 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 class RowProgram:
     """(*outputs, *inputs), one of each per lane: encode the inputs, send one message, decode the outputs.
 
-    `move` sends the scratch's sent rows and receives those that come. With `keeps_own` the output's own row is the
+    `move` sends the scratch's sent rows and receives those that come. With `keeps_local` the output's own row is the
     input's; one tensor alone is input and output.
     """
 
@@ -354,14 +342,14 @@ class RowProgram:
         decodes: Sequence[rows.Decode],
         *,
         in_place: bool = False,
-        keeps_own: bool = False,
+        keeps_local: bool = False,
     ) -> None:
         self._scratch = scratch
         self._encodes = encodes
         self._move = move
         self._decodes = decodes
         self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
-        self._keeps_own = keeps_own
+        self._keeps_local = keeps_local
 
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program; with a place to note that numbers are not finite."""
@@ -369,60 +357,54 @@ class RowProgram:
         count = len(self._decodes)
         inputs = tensors[-count:]
         mixed = hashing.mix64(step)
-        sent_L = views.own_L if self._in_place else views.sent_L
+        sent_L = views.local_L if self._in_place else views.sent_L
         for i, encode in enumerate(self._encodes):
             encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
-        if not space.silent:
-            self._move(views.came, views.own if self._in_place else views.sent)
+        if not space.dry_run:
+            self._move(views.came, views.local if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
-            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_own else None)
+            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
 
 
-def _row_jobs(link: Transport, lanes: Sequence[LaneSpec]) -> tuple[list[RowJob], list[RowJob]]:
-    """By lane: the job of one row, and of all ranks' rows. `numel` of a lane is that of a row."""
-    stride = sum(_row_sizes(lanes))
-    one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
-    every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
-    return (
-        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in one],
-        [_job(lane.codec, shape, lane, link.device, stride) for lane, shape in every],
+def _rows_of(
+    link: Transport, lanes: Sequence[LaneSpec], matrices: int
+) -> tuple[list[RowJob], list[RowJob], Region[_Views]]:
+    """By lane, whose `numel` is that of a row: the job of one row, and of all ranks' rows; then matrices of rows.
+
+    The wires for one rank lie side by side.
+    """
+    sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
+    one, every = (
+        [_job(lane.codec, Rows(n * lane.numel, lane.numel, n), lane, link.device, sum(sizes)) for lane in lanes]
+        for n in (1, link.world)
     )
-
-
-def _row_sizes(lanes: Sequence[LaneSpec]) -> list[int]:
-    return [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
-
-
-def _row_scratch(link: Transport, lanes: Sequence[LaneSpec], matrices: int) -> Region[_Views]:
-    """One or two matrices of rows; the wires for one rank lie side by side."""
-    sizes = _row_sizes(lanes)
-    cut = functools.partial(_cut_rows, link, sizes, sizes, (), matrices)
-    return Region(matrices * link.world * sum(sizes), cut)
+    split = functools.partial(_split_rows, link, sizes, sizes, (), matrices)
+    return one, every, Region(matrices * link.world * sum(sizes), split)
 
 
 def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
     """output = scale * the sum over ranks of their row for this rank."""
-    one, every = _row_jobs(link, lanes)
+    one, every, scratch = _rows_of(link, lanes, 2)
     decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
-    return RowProgram(_row_scratch(link, lanes, 2), [rows.encoder(job) for job in every], link.all_to_all, decodes)
+    return RowProgram(scratch, [rows.encoder(job) for job in every], link.all_to_all, decodes)
 
 
 def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     """output = every rank's input, as decoded from its wire."""
-    one, every = _row_jobs(link, lanes)
+    one, every, scratch = _rows_of(link, lanes, 1)
     encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
     decodes = [rows.decoder(job) for job in every]
-    return RowProgram(_row_scratch(link, lanes, 1), encodes, link.all_gather, decodes, in_place=True)
+    return RowProgram(scratch, encodes, link.all_gather, decodes, in_place=True)
 
 
 def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
     """Row r of output = rank r's row for this rank; the own row is copied exactly."""
-    _, (job,) = _row_jobs(link, [lane])
+    _, (job,), scratch = _rows_of(link, [lane], 2)
     encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
     each = [job.stride] * link.world
     move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
     decode = rows.decoder(job, skip=link.rank)
-    return RowProgram(_row_scratch(link, [lane], 2), [encode], move, [decode], keeps_own=True)
+    return RowProgram(scratch, [encode], move, [decode], keeps_local=True)
 
 
 def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:
@@ -441,7 +423,7 @@ def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Se
 
     Lengths change from call to call, so every message is a launch of its own.
     """
-    if space.silent:
+    if space.dry_run:
         return
     outputs = tensors[: link.world]
     inputs = tensors[link.world :]

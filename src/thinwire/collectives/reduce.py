@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, groups, measuring, operations, torch_verbs
-from thinwire.collectives.call import Call, known_call, planned, remember
+from thinwire.collectives.call import IssuedCall, issue_call, issue_known, issue_planned, remember
 from thinwire.collectives.channel import channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
@@ -42,7 +42,7 @@ def all_reduce(
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     Example: thinwire.all_reduce(grad, dist.ReduceOp.AVG, codec="lloyd4")
     """
-    call = known_call("all_reduce", (tensor,), group, step, codec, algorithm, op)
+    call = issue_known("all_reduce", (tensor,), group, step, codec, algorithm, op)
     if call is None:
         return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
     return _sum(call, (tensor,), (tensor,), async_op, step)
@@ -86,28 +86,27 @@ def _all_reduce(
             check_order(mesh)
         return plan_sum(key, channel.transports, choose)
 
-    call = planned(channel, key, functools.partial(all_reduce, group=group), (channel.world,), None, decide)
+    call = issue_planned(channel, key, functools.partial(all_reduce, group=group), (channel.world,), None, decide)
     if len(tensors) == 1:
         remember(call, verb, tensors, codec, algorithm, op)
     return _sum(call, [part.detach() for part in parts], tensors, async_op, step)
 
 
 def _sum(
-    call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool, step: int | None
+    call: IssuedCall, parts: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool, step: int | None
 ) -> Work | None:
     """Sum `parts`, which are the outputs or views of them."""
     plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:
         program = plan.program if len(parts) == 1 else functools.partial(coalesced, plan.program)
-        return call.channel.start(program, parts, outputs, step, call.site, async_op, written=len(parts))
+        return call.channel.launch(program, parts, outputs, step, call.site, async_op, written=len(parts))
     if plan.reducer is None:
         return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
-    (spec,), (cut,) = plan.lanes, plan.cuts
-    lane = Lane(Flat(parts), cut, spec.codec, spec.first, across=spec.across)
+    lane = Lane(plan.lanes[0], Flat(parts))
     scale = plan.reduction.scale(call.channel.world)
-    operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    return call.channel.run(operation, call.site, outputs, async_op)
+    operation = operations.AllReduce(call.context(plan, step), [lane], plan.reducer, scale)
+    return call.channel.submit(operation, call.site, outputs, async_op)
 
 
 def reduce_scatter_tensor(
@@ -135,7 +134,7 @@ def reduce_scatter_tensor(
         _scatter_fed_back(output, input, op, group, codec, step, feedback)
         return None
     given = (output, input)
-    call = known_call("reduce_scatter", given, group, step, codec, algorithm, op)
+    call = issue_known("reduce_scatter", given, group, step, codec, algorithm, op)
     target, source = given
     if call is None:
         target, source = checks.check_tensors(given, "reduce_scatter_tensor", outputs=1, step=step)
@@ -149,18 +148,18 @@ def reduce_scatter_tensor(
             )
         codecs = checks.codecs_for(codec, source.shape)
         key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
-        call = planned(channel, key, functools.partial(reduce_scatter_tensor, group=group), (1, world))
+        call = issue_planned(channel, key, functools.partial(reduce_scatter_tensor, group=group), (1, world))
         remember(call, "reduce_scatter", given, codec, algorithm, op)
         target, source = target.detach(), source.detach()
     plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:
-        return call.channel.start(plan.program, (target, source), [output], step, call.site, async_op)
+        return call.channel.launch(plan.program, (target, source), [output], step, call.site, async_op)
     if not plan.lanes:
         return torch_verbs.reduce_scatter(call, target, source, [output], plan.reduction, async_op)
     source = torch_verbs.unstraddled(source, source, target)
     operation = row_operation(call, plan, [target], [source], step, plan.reduction.scale(call.channel.world))
-    return call.channel.run(operation, call.site, [output], async_op)
+    return call.channel.submit(operation, call.site, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -209,7 +208,7 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
-        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
+        issue_call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
         trial = functools.partial(all_reduce, group=members)
         choose = measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial, (channel.world,))
         choose(codecs, to_choose_from(codecs))

@@ -39,18 +39,18 @@ class OneShot:
         link = self.transport
         sizes = [chunk.lane.codec.wire_bytes(chunk.x.numel(), chunk.x.dtype) for chunk in chunks]
         wires_WN = desk.matrix(link.world, sum(sizes))
-        for chunk, own_WN in zip(chunks, columns(wires_WN, sizes), strict=True):
-            chunk.own_WN = own_WN
+        for chunk, received_WN in zip(chunks, columns(wires_WN, sizes), strict=True):
+            chunk.received_WN = received_WN
             chunk.load()
-            chunk.encode(chunk.whole, chunk.lane.codec, own_WN[link.rank], chunk.key.of(0))
+            chunk.encode(chunk.whole, chunk.lane.codec, received_WN[link.rank], chunk.key.of(0))
         yield link.gather(wires_WN.unbind(), tags[0])
-        fine = check_finite(chunks, lambda c: c.lane.codec.all_finite(c.own_WN, c.x.numel(), c.x.dtype))
+        fine = check_finite(chunks, LaneChunk.all_finite)
         for chunk in chunks:
             carry = chunk.lane.carry
             span = chunk.span(chunk.whole)
             if carry is not None:
                 carry.keep(span, chunk.x, scale, fine)
-            chunk.lane.codec.decode_sum(chunk.own_WN, chunk.x, scale=scale, step=chunk.key.of(0))
+            chunk.lane.codec.decode_sum(chunk.received_WN, chunk.x, scale=scale, step=chunk.key.of(0))
             if carry is not None:
                 carry.result(span, chunk.x, fine)
             chunk.write()
@@ -85,7 +85,7 @@ class TwoPhase:
         wires, moving = send_shards(link, chunks, tags[0], desk)
         yield moving
         for chunk in chunks:
-            _reduce_own(chunk, link, scale)
+            _reduce_shard(chunk, link, scale)
         yield link.gather(wires, tags[0] + 1)
         fine = check_finite(chunks, sums_are_finite)
         for chunk in chunks:
@@ -102,21 +102,21 @@ def send_shards(
     sizes_LW = [wire_sizes(chunk.lane.codec, chunk.split(link.world), chunk.x.dtype) for chunk in chunks]
     sizes_WL = [[sizes[shard] for sizes in sizes_LW] for shard in range(link.world)]
     wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
-    own_WN = desk.matrix(link.world, wires[link.rank].numel())
+    received_WN = desk.matrix(link.world, wires[link.rank].numel())
     wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
-    for lane, (chunk, own) in enumerate(zip(chunks, columns(own_WN, sizes_WL[link.rank]), strict=True)):
+    for lane, (chunk, received) in enumerate(zip(chunks, columns(received_WN, sizes_WL[link.rank]), strict=True)):
         chunk.wires = [wires_L[lane] for wires_L in wires_WL]
-        chunk.own_WN = own
+        chunk.received_WN = received
         chunk.load()
         for shard, part in _filled(chunk, link):
-            if shard == link.rank and chunk.lane.keeps_own:
-                chunk.message(part)  # its numbers stay as they are
+            if shard == link.rank and chunk.lane.keeps_local:
+                chunk.compensate(part)  # its numbers stay as they are
                 continue
-            wire = own[shard] if shard == link.rank else chunk.wires[shard]
-            chunk.encode(part, chunk.lane.first, wire, chunk.key.of(shard))
+            wire = received[shard] if shard == link.rank else chunk.wires[shard]
+            chunk.encode(part, chunk.lane.spec.first_phase, wire, chunk.key.of(shard))
     peers = others_first(link.rank, link.world)[:-1]
     sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
-    receives = [(peer, own_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
+    receives = [(peer, received_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
     return wires, link.exchange(sends, receives, tag)
 
 
@@ -126,7 +126,7 @@ def _filled(chunk: LaneChunk, link: Transport) -> list[tuple[int, Span]]:
     return [(shard, chunk.shards[shard]) for shard in order if chunk.shards[shard].numel]
 
 
-def _reduce_own(chunk: LaneChunk, link: Transport, scale: float) -> None:
+def _reduce_shard(chunk: LaneChunk, link: Transport, scale: float) -> None:
     """Write the wire of the own shard's sum."""
     part = chunk.shards[link.rank]
     if not part.numel:
@@ -134,16 +134,16 @@ def _reduce_own(chunk: LaneChunk, link: Transport, scale: float) -> None:
     lane = chunk.lane
     step = chunk.key.of(link.rank)
     wire = chunk.wires[link.rank]
-    if not lane.keeps_own:
+    if not lane.keeps_local:
         dtype = chunk.x.dtype
-        lane.codec.recode(chunk.own_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=True)
+        lane.codec.recode(chunk.received_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=True)
         return
     total = _sum_of_others(chunk, link, scale)
-    own = chunk.numbers(part)
+    local = chunk.numbers(part)
     if lane.carry is None:
-        total.add_(own, alpha=scale)
+        total.add_(local, alpha=scale)
     else:
-        lane.carry.reduced(own, total, scale)
+        lane.carry.reduced(local, total, scale)
     lane.codec.encode(total, wire, step=step)
 
 
@@ -151,9 +151,9 @@ def _sum_of_others(chunk: LaneChunk, link: Transport, scale: float) -> Tensor:
     """Of the own shard. In place of the own wire, which was not written, goes the last one."""
     last = link.world - 1
     if link.rank != last:
-        chunk.own_WN[link.rank].copy_(chunk.own_WN[last])
+        chunk.received_WN[link.rank].copy_(chunk.received_WN[last])
     total = torch.empty(chunk.shards[link.rank].numel, dtype=torch.float32, device=chunk.x.device)
-    chunk.lane.codec.decode_sum(chunk.own_WN[:last], total, scale=scale, step=chunk.key.of(link.rank))
+    chunk.lane.codec.decode_sum(chunk.received_WN[:last], total, scale=scale, step=chunk.key.of(link.rank))
     return total
 
 
@@ -180,7 +180,7 @@ def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
         span = chunk.span(part)
         if shard == link.rank:
             result = decoded(codec, chunk.wires[shard], part.numel, step)
-            carry.keep_own(span, x, result, fine)
+            carry.keep_local(span, x, result, fine)
             x.copy_(result)
         else:
             carry.keep(span, x, scale, fine)

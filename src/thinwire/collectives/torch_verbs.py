@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import IssuedCall, issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.failures import CallSite
@@ -22,24 +22,26 @@ from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
 
 def all_reduce(
-    call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
+    call: IssuedCall, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = reduction.torch_op if whole else SUM
     work = None
     for at, link in enumerate(links):
         if at:
             wait(work, call.channel, call.site)
-        work = link.group.allreduce([row], _options(reduction if whole else None))
+        work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
-    call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
+    call = issue_call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
     work = all_reduce(call, [tensor], [tensor], Reduction("sum"), True)
     assert work is not None
@@ -56,7 +58,9 @@ def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup,
 
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """The same of a tensor, in place."""
-    call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
+    call = issue_call(
+        channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})"
+    )
     options = dist.AllreduceOptions()
     options.reduceOp = op
     wait(group.allreduce([tensor], options), call.channel, call.site)
@@ -64,13 +68,13 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
-    call = Call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
+    call = issue_call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
     wait(work, call.channel, call.site)
 
 
 def reduce_scatter(
-    call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
+    call: IssuedCall, output: Tensor, input: Tensor, outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's reduce_scatter into one tensor."""
     link = call.channel.transport
@@ -84,7 +88,9 @@ def reduce_scatter(
     return _end(call, work, outputs, finish, async_op, whole, sent)
 
 
-def all_gather(call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
+def all_gather(
+    call: IssuedCall, output: Tensor, input: Tensor, outputs: Sequence[Tensor], async_op: bool
+) -> Work | None:
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
@@ -93,7 +99,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tens
 
 
 def all_gather_list(
-    call: Call, parts: Sequence[Tensor], input: Tensor, outputs: Sequence[Tensor], async_op: bool
+    call: IssuedCall, parts: Sequence[Tensor], input: Tensor, outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
@@ -109,7 +115,7 @@ def all_gather_list(
 
 
 def all_to_all(
-    call: Call,
+    call: IssuedCall,
     parts: Sequence[Tensor],
     inputs: Sequence[Tensor],
     splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
@@ -124,7 +130,7 @@ def all_to_all(
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
 
-def broadcast(call: Call, tensor: Tensor, source: int, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
+def broadcast(call: IssuedCall, tensor: Tensor, source: int, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
@@ -146,14 +152,7 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
 
 
-def _options(reduction: Reduction | None) -> Any:
-    """The options of a sum on a group; None is SUM."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = SUM if reduction is None else reduction.torch_op
-    return options
-
-
-def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
+def _start(call: IssuedCall, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
     """Start a torch collective; None for a rank alone, which sends nothing, so that any dtype will do."""
     if call.channel.world == 1:
         out.copy_(sent)
@@ -197,7 +196,7 @@ def _finish(
 
 
 def _end(
-    call: Call,
+    call: IssuedCall,
     work: Any,
     outputs: Sequence[Tensor],
     finish: Callable[[], None] | None,

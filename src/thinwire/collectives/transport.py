@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import os
-import threading
 import time
 import weakref
 import zlib
@@ -39,10 +38,10 @@ Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags, and from _PAIR_TAGS on those of messages between two ranks
 _PAIR_TAGS = 1 << 29
-_TURNS = 1 << 11  # operations in flight that have tags of their own
-_MARKS = 1 << 16  # values of a mark in an operation's tags
-_MIX = 2654435761  # a prime: lengths that differ by less than _MARKS - 1 never have the same tags
-_LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
+_SEQUENCES = 1 << 11  # operations in flight that have tags of their own
+_FINGERPRINTS = 1 << 16  # values of a fingerprint in an operation's tags
+_MIX = 2654435761  # a prime: lengths that differ by less than _FINGERPRINTS - 1 never have the same tags
+_LAST_TAG = _TAGS_FROM + _SEQUENCES * _FINGERPRINTS * TAGS - 1  # of no message: no operation uses all of its tags
 _MOMENT = timedelta(milliseconds=1)
 _PIECE = 1 << 16  # bytes under one checksum
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host waits in every call
@@ -118,26 +117,27 @@ class Tags:
     """The tags of a group, drawn in program order, whatever the device: its messages share one space."""
 
     def __init__(self) -> None:
-        self._next = 0
-        self._lock = threading.Lock()
+        self._sequences = itertools.count()
 
-    def draw(self, mark: int | None = None) -> int:
+    def draw(self, fingerprint: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
 
-        `mark` is a number made of all that ranks have to agree on: messages of calls that differ have other tags, so
-        they never meet. None is for messages that compare calls.
+        `fingerprint` is a number made of all that ranks have to agree on: messages of calls that differ have other
+        tags, so they never meet. None is for messages that compare calls.
         """
-        with self._lock:
-            turn = self._next
-            self._next = (turn + 1) % _TURNS
-        return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
+        sequence = next(self._sequences) % _SEQUENCES
+        return _tag(sequence, 0 if fingerprint is None else fingerprint % (_FINGERPRINTS - 1) + 1)
+
+
+def _tag(sequence: int, fingerprint: int) -> int:
+    return _TAGS_FROM + (sequence * _FINGERPRINTS + fingerprint) * TAGS
 
 
 class Transport:
     """Moves bytes between the ranks of one group. Ranks are numbered as in the group."""
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
-    checked: bool = False  # checksums follow messages
+    has_checksums: bool = False  # checksums follow messages
     _options: Any = None  # of the backend
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
     device: torch.device  # of the stream
@@ -158,7 +158,7 @@ class Transport:
         self.received = 0
         self.draw_tags = tags.draw
         known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})  # none of a group that others made
-        self.named = functools.partial(named, {own: rank for rank, own in known.items()})
+        self.named = functools.partial(named, {group_rank: rank for rank, group_rank in known.items()})
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -181,11 +181,11 @@ class Transport:
         """
         raise NotImplementedError
 
-    def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
+    def send_recv(self, sends: Messages, receives: Messages, tag: int) -> Moving:
         """Start messages that no third rank knows of: one, or the batch of a caller, under `pair_tag`s."""
         return Moving(self.exchange(sends, receives, tag), [rank for rank, _ in (*receives, *sends)], self._options)
 
-    def message_from_any(self, part: Tensor, tag: int) -> Moving:
+    def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         """Start receiving a message from whichever rank sends one with this tag."""
         raise CollectiveError("NCCL cannot receive from any source: pass src or group_src")
 
@@ -207,17 +207,17 @@ class Transport:
         self.received += sum(part.numel() for _, part in receives)
 
 
-def sums_of(message: Tensor) -> Tensor:
+def checksums_of(part: Tensor) -> Tensor:
     """The checksums of a message's pieces."""
-    pieces = message.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE)
+    pieces = part.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE)
     return torch.tensor([zlib.crc32(memoryview(piece.numpy())) for piece in pieces])
 
 
-def _compare_sums(message: Tensor, sums: Tensor, sender: str) -> None:
+def _compare_checksums(part: Tensor, sums: Tensor, sender: str) -> None:
     """Raise unless a message has the checksums that came with it."""
-    wrong = (sums_of(message) != sums).nonzero().flatten().tolist()
+    wrong = (checksums_of(part) != sums).nonzero().flatten().tolist()
     if wrong:
-        total = message.numel() * message.itemsize
+        total = part.nbytes
         begin = wrong[0] * _PIECE
         raise WireError(
             f"a message of {total} bytes from {sender} was damaged in transit: bytes {begin} to "
@@ -247,23 +247,23 @@ class PairTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
         asked = (os.environ.get(name, "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
-        self.checked = any(value not in ("", "0") for value in asked)
+        self.has_checksums = any(value not in ("", "0") for value in asked)
         gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
         self._options = getattr(gloo[0], "options", None) if gloo else None
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
         self.count(sends, receives)
-        if not self.checked:
+        if not self.has_checksums:
             return self._start(sends, receives, tag, lengths)
-        sums_out = [(rank, sums_of(part)) for rank, part in sends]  # they follow their messages
+        sums_out = [(rank, checksums_of(part)) for rank, part in sends]  # they follow their messages
         sums_in = [(rank, torch.empty(max(1, -(-part.nbytes // _PIECE)), dtype=torch.int64)) for rank, part in receives]
-        twice = [[*own, *own] for own in lengths]
+        twice = [[*side, *side] for side in lengths]
         moving = self._start([*sends, *sums_out], [*receives, *sums_in], tag, twice)
         count = len(receives)
         pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
         works = [
-            Arrival((work, after), functools.partial(_compare_sums, part, sums, self.named(rank)))
+            Arrival((work, after), functools.partial(_compare_checksums, part, sums, self.named(rank)))
             for work, after, (rank, part), (_, sums) in pairs
         ]
         return Moving([*works, *moving[2 * count :]], moving.peers[count:], self._options)
@@ -275,16 +275,16 @@ class PairTransport(Transport):
         works: list[Waitable] = []
         rank = 0
         try:
-            for (rank, part), own in zip(receives, tags_in, strict=False):
-                works.append(group.recv([part], rank, own))
-            for (rank, part), own in zip(sends, tags_out, strict=False):
-                works.append(group.send([part], rank, own))
+            for (rank, part), tag in zip(receives, tags_in, strict=False):
+                works.append(group.recv([part], rank, tag))
+            for (rank, part), tag in zip(sends, tags_out, strict=False):
+                works.append(group.send([part], rank, tag))
         except RuntimeError as error:
             raise LostRankError(rank, error) from None
         return Moving(works, [rank for rank, _ in (*receives, *sends)], self._options)
 
-    def message_from_any(self, part: Tensor, tag: int) -> Moving:
-        if self.checked:
+    def recv_any_source(self, part: Tensor, tag: int) -> Moving:
+        if self.has_checksums:
             raise CollectiveError(
                 "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
             )
@@ -304,10 +304,10 @@ class PairTransport(Transport):
         return found
 
     def share(self, row: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
+        local = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.world)]
         others = [rank for rank in range(self.world) if rank != self.rank]
-        wait_for(self._start([(r, own) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
+        wait_for(self._start([(r, local) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
@@ -327,11 +327,10 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
     """The tags of messages to send and to receive; they depend on the lengths."""
     if not lengths:
         return itertools.repeat(tag), itertools.repeat(tag)
-    turn, mark = divmod((tag - _TAGS_FROM) // TAGS, _MARKS)
-    at = tag % TAGS
+    sequence, fingerprint = divmod((tag - _TAGS_FROM) // TAGS, _FINGERPRINTS)
     sent, received = (
-        [_TAGS_FROM + (turn * _MARKS + (mark + length * _MIX) % (_MARKS - 1) + 1) * TAGS + at for length in own]
-        for own in lengths
+        [_tag(sequence, (fingerprint + length * _MIX) % (_FINGERPRINTS - 1) + 1) + tag % TAGS for length in side]
+        for side in lengths
     )
     return sent, received
 
@@ -346,7 +345,7 @@ class StagedTransport(PairTransport):
             works[at] = Arrival((works[at],), functools.partial(part.copy_, host))
         return works
 
-    def message_from_any(self, part: Tensor, tag: int) -> Moving:
+    def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         raise CollectiveError("gloo receives from any source on the CPU only: pass src or group_src")
 
 
@@ -371,16 +370,16 @@ class StreamTransport(Transport):
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
                 half = sent.numel() // 2
-                own, other = (sent[:half], sent[half:]) if self.rank == 0 else (sent[half:], sent[:half])
+                kept, other = (sent[:half], sent[half:]) if self.rank == 0 else (sent[half:], sent[:half])
                 _finish(group_all_gather(self.group, came, other, _GATHER))
-                (came[half:] if self.rank else came[:half]).copy_(own)
+                (came[half:] if self.rank else came[:half]).copy_(kept)
             else:
                 _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        self._moved(whole.numel() - own.numel())
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        self._moved(output.numel() - input.numel())
         with range_of("thinwire::wire"):
-            _finish(group_all_gather(self.group, whole, own, _GATHER))
+            _finish(group_all_gather(self.group, output, input, _GATHER))
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         if self.rank == source:
@@ -417,7 +416,7 @@ class StreamTransport(Transport):
         self._start(sends, receives)
         return [group._end_coalescing(self.device)]
 
-    def message(self, sends: Messages, receives: Messages, tag: int) -> Moving:
+    def send_recv(self, sends: Messages, receives: Messages, tag: int) -> Moving:
         """One alone goes as torch's own does: it waits for its pair of ranks only. The caller counts wires."""
         if len(sends) + len(receives) > 1:
             return Moving(self._together(sends, receives), [None])
@@ -450,9 +449,9 @@ class StreamTransport(Transport):
         return found
 
     def share(self, row: bytes) -> list[bytes]:
-        own = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
-        whole = own.new_empty(self.world * len(row))
-        work = group_all_gather(self.group, whole, own, c10d.AllgatherOptions())
+        local = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
+        whole = local.new_empty(self.world * len(row))
+        work = group_all_gather(self.group, whole, local, c10d.AllgatherOptions())
         self._await(work.is_completed)
         work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]

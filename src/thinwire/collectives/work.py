@@ -18,7 +18,7 @@ from thinwire.collectives.transport import LostRankError, Moving
 from thinwire.errors import CollectiveError, WireError
 
 Futures = torch.futures.Future
-serving = threading.local()  # .line: the line that this thread serves
+serving = threading.local()  # .pipeline: the one that this thread serves
 
 
 def new_future(device: torch.device) -> "Futures[Tensor]":
@@ -30,10 +30,10 @@ def new_future(device: torch.device) -> "Futures[Tensor]":
 class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 
-    line: object = None  # that runs it
+    pipeline: object = None  # that runs it
     limit: timedelta | None = None  # of the call itself: how long `wait` waits without a timeout
 
-    def __init__(self, outputs: list[Tensor], line: object = None) -> None:
+    def __init__(self, outputs: list[Tensor], pipeline: object = None) -> None:
         super().__init__()
         self._outputs = outputs
         self._done = threading.Event()
@@ -42,12 +42,12 @@ class Work(dist.Work):
         self._future: Futures[list[Tensor]] = Futures(devices=devices)
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
-        self.line = line
+        self.pipeline = pipeline
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
         if not self._done.is_set():
-            if self.line is not None and self.line is getattr(serving, "line", None):
+            if self.pipeline is not None and self.pipeline is getattr(serving, "pipeline", None):
                 raise CollectiveError(
                     "a callback of a future waits for a collective of its own group, which cannot go on before the "
                     "callback returns: start it with async_op=True there, and wait elsewhere"
@@ -70,11 +70,6 @@ class Work(dist.Work):
         """Whether the outputs are final, without waiting."""
         if self._ready is not None:
             return bool(self._ready.query())
-        return self._done.is_set()
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether `finished` or `failed` was called: on a GPU the outputs may still be on their way."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
@@ -131,10 +126,6 @@ class StreamWork(Work):
         """What the current stream runs next may read the outputs; the host does not wait, so there is no timeout."""
         assert self._ready is not None
         self._ready.wait(torch.cuda.current_stream(self._device))
-        return True
-
-    @property
-    def is_ended(self) -> bool:
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
@@ -219,12 +210,8 @@ class TorchWork(Work):
             raise
         return True
 
-    @property
-    def is_ended(self) -> bool:
-        return self._waited or bool(self._work.is_completed())
-
     def is_completed(self) -> bool:
-        if not self.is_ended:
+        if not self._waited and not self._work.is_completed():
             return False
         with contextlib.suppress(Exception):  # `wait` and `exception` report what went wrong
             self.wait()

@@ -22,9 +22,9 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.silent = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
+        self.dry_run = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self.cut: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()  # views of the buffer
+        self.views: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -35,7 +35,7 @@ class Workspace:
 
     def release(self) -> None:
         """Release the buffer, and forget its views."""
-        self.cut.clear()
+        self.views.clear()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
@@ -43,18 +43,18 @@ Views = TypeVar("Views")
 
 
 class Region(Generic[Views]):
-    """The part of every workspace that a program uses, up to `end`, cut into its views once."""
+    """The part of every workspace that a program uses, up to `end`, split into its views once."""
 
-    def __init__(self, nbytes: int, cut: Callable[[Tensor], Views], begin: int = 0) -> None:
+    def __init__(self, nbytes: int, split: Callable[[Tensor], Views], begin: int = 0) -> None:
         self.end = begin + nbytes
         self._begin = begin
-        self._cut = cut
+        self._split = split
 
     def views(self, space: Workspace) -> Views:
         buffer = space.reserve(self.end)
-        found: Views | None = space.cut.get(self)
+        found: Views | None = space.views.get(self)
         if found is None:
-            found = space.cut[self] = self._cut(buffer[self._begin : self.end])
+            found = space.views[self] = self._split(buffer[self._begin : self.end])
         return found
 
 

@@ -27,11 +27,11 @@ from thinwire.collectives import (
     broadcast,
     reduce_scatter_tensor,
 )
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.hierarchical import flat_algorithm
-from thinwire.collectives.point_to_point import Letter, start
+from thinwire.collectives.point_to_point import P2PRequest, start_transfers
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
@@ -98,7 +98,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         torch_internals.adopt(self, inner)
         torch_internals.enter_ranks(inner, world_ranks)
         try:  # before any data moves
-            Call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
+            issue_call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
         except BaseException:
             torch_internals.leave_ranks(inner)
             raise
@@ -187,23 +187,23 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     # --- messages between two ranks ---
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._message(Letter(True, tensors[0], dst, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(P2PRequest(True, tensors[0], dst, tag, self._codec("send", tensors)), tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._message(Letter(False, tensors[0], src, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(P2PRequest(False, tensors[0], src, tag, self._codec("send", tensors)), tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message(Letter(False, tensors[0], None, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(P2PRequest(False, tensors[0], None, tag, self._codec("send", tensors)), tensors)
 
-    def _message(self, letter: Letter, tensors: Any) -> Any:
+    def _send_recv(self, request: P2PRequest, tensors: Any) -> Any:
         if self._window is not None and self._window.gathers:
-            self._window.letters.append(letter)
+            self._window.requests.append(request)
             return None
-        if letter.codec is not None:
-            return self._noted(start([letter], self.inner)[0])
-        if letter.peer is None:
-            return self._plain(self.inner.recv_anysource, tensors, letter.tag)
-        return self._plain(self.inner.send if letter.sent else self.inner.recv, tensors, letter.peer, letter.tag)
+        if request.codec is not None:
+            return self._noted(start_transfers([request], self.inner)[0])
+        if request.peer is None:
+            return self._plain(self.inner.recv_anysource, tensors, request.tag)
+        return self._plain(self.inner.send if request.sent else self.inner.recv, tensors, request.peer, request.tag)
 
     # --- coalescing: calls start at once; NCCL's messages between two ranks wait for the end, and then go as one ---
 
@@ -216,19 +216,19 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         window, self._window = self._window, None
         if window is None:
             raise CollectiveError("this group is not coalescing calls: begin with _start_coalescing")
-        return Together([*window.works, *(start(window.letters, self.inner) if window.letters else [])])
+        return Together([*window.works, *(start_transfers(window.requests, self.inner) if window.requests else [])])
 
     # --- the group itself ---
 
     def split_group(
         self, ranks: list[int], timeout: Any = None, opts: Any = None, group_name: Any = None, *more: Any, **named: Any
     ) -> Any:
-        own = isinstance(opts, GroupOptions)
+        is_ours = isinstance(opts, GroupOptions)
         inner: Any = self.inner
-        plain = inner.split_group(ranks, timeout, None if own else opts, group_name, *more, **named)
+        plain = inner.split_group(ranks, timeout, None if is_ours else opts, group_name, *more, **named)
         if plain is None:
             return None
-        rules = (opts.rules if own else None) or self.rules
+        rules = (opts.rules if is_ours else None) or self.rules
         world_ranks = dist.get_process_group_ranks(self.inner)
         return ThinwireGroup(plain, rules, [world_ranks[rank] for rank in ranks])
 
@@ -302,7 +302,7 @@ class _Window:
     def __init__(self, gathers: bool) -> None:
         self.gathers = gathers  # messages between two ranks
         self.works: list[Any] = []
-        self.letters: list[Letter] = []
+        self.requests: list[P2PRequest] = []
 
 
 def create(options: Any, backend_options: Any) -> ThinwireGroup:

@@ -92,7 +92,7 @@ def adopt(group: Any, plain: Any) -> None:
 
 def enter_ranks(group: dist.ProcessGroup, world_ranks: list[int]) -> None:
     """Let torch's functions know the ranks of a group that its list of groups does not have."""
-    _world.pg_group_ranks[group] = {rank: own for own, rank in enumerate(world_ranks)}
+    _world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(world_ranks)}
 
 
 def leave_ranks(group: dist.ProcessGroup) -> None:

@@ -43,14 +43,14 @@ def save(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup
     """This rank's state; with `gather` one state of all ranks on the first rank, and an empty one on the others."""
     rank = group.rank()
     memories = sync.memories
-    own = _state(sync, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
+    state = _state(sync, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
     if not gather:
-        return own
-    found, errors = gather_measured(own["ranks"][str(rank)], dict(own["errors"][str(rank)]), group)
+        return state
+    found, errors = gather_measured(state["ranks"][str(rank)], dict(state["errors"][str(rank)]), group)
     if not found:
         return {}
     ranks = {str(k): part for k, part in enumerate(found)}
-    return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
+    return {**state, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
 def blank(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
@@ -87,19 +87,19 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
-def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
+def gather_parts(local: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
     """Every rank's tensors of these names, on the first rank of the group; an empty list on the others.
 
     Every rank calls it. Tensors travel one by one, so that only the first rank holds more than its own. None is a
     group of this rank alone.
     """
     if group is None or group.size() == 1:
-        return [dict(own)]
+        return [dict(local)]
     device = device_of(group)
     first = group.rank() == 0
     found: list[dict[str, Tensor]] = [{} for _ in range(group.size())] if first else []
-    for name in sorted(own):
-        value = own[name].to(device)
+    for name in sorted(local):
+        value = local[name].to(device)
         parts = [torch.empty_like(value) for _ in found]
         torch_verbs.gather("state_dict", value, parts, group)
         for rank, part in enumerate(parts):
@@ -108,11 +108,11 @@ def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str,
 
 
 def gather_measured(
-    own: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
+    local: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
     """`gather_parts`, with every rank's errors by parameter."""
     lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
-    found = gather_parts({**own, _ERRORS: lost}, group)
+    found = gather_parts({**local, _ERRORS: lost}, group)
     return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
 
 
@@ -218,13 +218,13 @@ def read(
     same = head["world"] == world
     layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
     errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
-    own = errors[str(rank)] if same else {}
+    local_errors = errors[str(rank)] if same else {}
     residuals = feedback.deal(parts, head["world"], rank, world)
 
     def load() -> Loaded:
         sync.chooser.load_state_dict(head["decisions"], head["step"])
-        sync.go_on(residuals, head["mean"], dict(head["feedback"]), own)
-        loaded = {*own, *(name for part in parts.values() for name in part)}
+        sync.go_on(residuals, head["mean"], dict(head["feedback"]), local_errors)
+        loaded = {*local_errors, *(name for part in parts.values() for name in part)}
         names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
         filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
         return int(head["step"]), layout, filled if names.from_model else None

@@ -103,8 +103,8 @@ class DDPState(Handle):
                 return torch_verbs.average(buffer, group)
             parameters = bucket.parameters()
             if self._guard is not None:
-                own = gradients_in(buffer, *self._names.of(parameters))
-                self._guard.look(own.names, own.views)
+                local = gradients_in(buffer, *self._names.of(parameters))
+                self._guard.look(local.names, local.views)
             if group.size() == 1 or not buffer.numel():
                 future = new_future(buffer.device)
                 future.set_result(buffer)
@@ -166,9 +166,9 @@ class DDPState(Handle):
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if self.options.mesh is not None and group is not self._sync.group:
             ranks = sorted(self.options.mesh.mesh.flatten().tolist())
-            own = sorted(dist.get_process_group_ranks(group))
-            if ranks != own:
-                raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
+            members = sorted(dist.get_process_group_ranks(group))
+            if ranks != members:
+                raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {members}, got one of {ranks}")
         self._ended = False
         self._means.clear()
         if self._guard is not None:
@@ -275,9 +275,9 @@ class DDPState(Handle):
         if state is None:  # pickled before there was a group: nothing was remembered
             return
         rank = str(self.rank)
-        (own,) = state["ranks"].values()
+        (residuals,) = state["ranks"].values()
         (errors,) = state["errors"].values()
-        self.load_state_dict({**state, "world": self.world, "ranks": {rank: own}, "errors": {rank: errors}})
+        self.load_state_dict({**state, "world": self.world, "ranks": {rank: residuals}, "errors": {rank: errors}})
 
 
 DDPHandle = DDPState

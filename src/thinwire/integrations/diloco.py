@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from thinwire import schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, groups
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
@@ -47,8 +47,6 @@ from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
-_LR = 0.7
-_MOMENTUM = 0.9
 
 _open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
 
@@ -59,26 +57,26 @@ class _Fragment:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = tuple(name for name, _ in named)
         self.parameters = [parameter for _, parameter in named]
-        self.shapes = [tensor.shape for tensor in self.own()]
+        self.shapes = [tensor.shape for tensor in self.local()]
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
-        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
+        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.local()]
 
-    def own(self) -> list[Tensor]:
+    def local(self) -> list[Tensor]:
         """This rank's parameters; of a sharded one, its shard."""
         return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
 
     @property
     def stopped(self) -> str:
         """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
-        found = zip(self.names, self.parameters, self.own(), self.outer, strict=True)
-        return next((name for name, p, own, copy in found if not p.requires_grad and _is_unchanged(own, copy)), "")
+        found = zip(self.names, self.parameters, self.local(), self.outer, strict=True)
+        return next((name for name, p, mine, copy in found if not p.requires_grad and _is_unchanged(mine, copy)), "")
 
     def put(self, buffer: Tensor) -> None:
         """Set the outer copies and this rank's parameters."""
         with torch.no_grad():
-            for copy, own, values in zip(self.outer, self.own(), self.split(buffer), strict=True):
+            for copy, tensor, values in zip(self.outer, self.local(), self.split(buffer), strict=True):
                 copy.copy_(values)
-                own.copy_(values)
+                tensor.copy_(values)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
@@ -161,7 +159,7 @@ class DiLoCo(Handle):
         _check_alone(named)
         _check_sharded(self._inner, self._group)
         _buffers_of(model)  # raises before anything is sent
-        self._fragments = [_Fragment(part) for part in _cut(named, fragments)]
+        self._fragments = [_Fragment(part) for part in _split_evenly(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
@@ -194,7 +192,7 @@ class DiLoCo(Handle):
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
-        Call(channel_of(self._group, self._device), f"DiLoCo({model}, {timing}, {how})", anew=True)
+        issue_call(channel_of(self._group, self._device), f"DiLoCo({model}, {timing}, {how})", anew=True)
         for fragment in self._fragments:
             buffer = fragment.flat(fragment.outer)
             broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
@@ -204,11 +202,11 @@ class DiLoCo(Handle):
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Give all ranks the first one's tensors, of any dtype."""
         for tensor in tensors:
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            if own.numel():
-                buffer = own.detach().contiguous().view(-1).view(torch.uint8)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            if local.numel():
+                buffer = local.detach().contiguous().view(-1).view(torch.uint8)
                 broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
-                own.copy_(buffer.view(own.dtype).view(own.shape))
+                local.copy_(buffer.view(local.dtype).view(local.shape))
 
     @property
     def _device(self) -> torch.device:
@@ -219,7 +217,7 @@ class DiLoCo(Handle):
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
         names = [name for fragment in self._fragments for name in fragment.names]
         if given is None:
-            return torch.optim.SGD(copies, lr=_LR, momentum=_MOMENTUM, nesterov=True)
+            return torch.optim.SGD(copies, lr=0.7, momentum=0.9, nesterov=True)
         if isinstance(given, Optimizer):
             self._move(given, known)
         found: object = given(copies) if callable(given) else given
@@ -270,8 +268,8 @@ class DiLoCo(Handle):
         self.steps += 1
         self._apply_due()
         count = len(self._fragments)
-        turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
-        for index in turns:
+        due = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
+        for index in due:
             if name := self._fragments[index].stopped:
                 raise CollectiveError(
                     f"DiLoCo: {name} no longer learns, but the momentum of the outer optimizer would still move "
@@ -284,7 +282,7 @@ class DiLoCo(Handle):
         for earlier in self._in_flight:
             earlier.wait()  # before new decisions are made from what it measured
         fragment = self._fragments[index]
-        sent = fragment.flat(fragment.own())
+        sent = fragment.flat(fragment.local())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
             memories = self._sync.memories  # EF21's means must stay the sum of what was sent: they do not decay
@@ -319,10 +317,10 @@ class DiLoCo(Handle):
         self.outer_optimizer.step()
         for copy in fragment.outer:
             copy.grad = None
-        trained = fragment.flat(fragment.own()).sub_(done.sent)  # since it was sent; zero without overlap
+        trained = fragment.flat(fragment.local()).sub_(done.sent)  # since it was sent; zero without overlap
         outer = fragment.flat(fragment.outer).add_(trained)
-        for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
-            own.copy_(values)
+        for tensor, values in zip(fragment.local(), fragment.split(outer), strict=True):
+            tensor.copy_(values)
 
     def _drop(self, index: int) -> None:
         """Drop a round whose average is not finite, as every rank sees: all continue from the outer parameters.
@@ -334,10 +332,10 @@ class DiLoCo(Handle):
         if self._group.rank() == 0:
             announce(f"DiLoCo: round {self.rounds} is not finite on some rank: dropped on all")
         for at, fragment in enumerate(self._fragments):
-            if at == index or not _is_finite(fragment.flat(fragment.own())):
+            if at == index or not _is_finite(fragment.flat(fragment.local())):
                 fragment.put(fragment.flat(fragment.outer))
                 for one in (one for one in self._in_flight if one.fragment == at):
-                    one.sent = fragment.flat(fragment.own())  # it has learned nothing since
+                    one.sent = fragment.flat(fragment.local())  # it has learned nothing since
         remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
         for state in remembered:
             if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
@@ -346,8 +344,8 @@ class DiLoCo(Handle):
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
         self._settle(list(self._in_flight))
-        own = [float(not all(map(_is_unchanged, part.own(), part.outer))) for part in self._fragments]
-        learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
+        changed = [float(not all(map(_is_unchanged, part.local(), part.outer))) for part in self._fragments]
+        learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # otherwise an outer step would follow the momentum alone
                 self._begin(index, self.steps)
@@ -396,17 +394,17 @@ class DiLoCo(Handle):
         compression = checkpoint.save(self._sync, [], self.rounds, self._group, gather=gather)
         if not compression:
             return {}
-        own = functools.partial(Tensor.to, device="cpu", copy=True)
+        on_cpu = functools.partial(Tensor.to, device="cpu", copy=True)
         return {
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
             "fragments": len(self._fragments),
-            "outer": {name: own(values.detach()) for name, values in self._copies.items()},
+            "outer": {name: on_cpu(values.detach()) for name, values in self._copies.items()},
             "outer_optimizer": deepcopy(self.outer_optimizer.state_dict()),
             "compression": compression,
             "under_way": [
-                {"fragment": one.fragment, "due": one.due, "sent": own(one.sent), "average": own(one.average)}
+                {"fragment": one.fragment, "due": one.due, "sent": on_cpu(one.sent), "average": on_cpu(one.average)}
                 for one in self._in_flight
             ],
         }
@@ -521,9 +519,9 @@ def _check_codec(options: DDPOptions, fragments: int) -> None:
         )
 
 
-def _is_unchanged(own: Tensor, copy: Tensor) -> bool:
+def _is_unchanged(local: Tensor, copy: Tensor) -> bool:
     """Whether a rank's parameter still equals the outer one."""
-    return torch.equal(own, copy.to(own.dtype))
+    return torch.equal(local, copy.to(local.dtype))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -548,7 +546,7 @@ def _bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
+def _split_evenly(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
     """`count` consecutive parts of about equal size, none of them empty."""
     total = sum(parameter.numel() for _, parameter in named)
     found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]

@@ -53,10 +53,10 @@ def lanes_of(
 def _lane(
     names: Sequence[str], specs: Sequence[LaneSpec], members: Sequence[int], bridged: frozenset[int], *, aside: bool
 ) -> BucketLane:
-    own = next(i for i in members if i not in bridged)
+    kept = next(i for i in members if i not in bridged)
     gaps = {i for i in members if i in bridged or names[i].startswith(PADDING)}
     pieces = tuple(Piece(None if i in gaps else names[i], specs[i].numel) for i in members)
-    spec = specs[own]._replace(numel=_numel(specs, members))
+    spec = specs[kept]._replace(numel=_numel(specs, members))
     return BucketLane(spec, tuple(members), bridged, pieces, _stretches(specs, members), aside)
 
 

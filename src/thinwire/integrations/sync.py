@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
@@ -111,7 +111,7 @@ class GradientSync:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
-            Call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
+            issue_call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
@@ -145,10 +145,10 @@ class GradientSync:
         if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
-            site = Call(channel, bucket.message.text).site
+            site = issue_call(channel, bucket.message.text).site
             streamed.begin(self.tally)
             new, given = streamed.is_new, (gradients.buffer,)
-            started: Work = channel.start(streamed, given, (), self._step, site, True, first=new)
+            started: Work = channel.launch(streamed, given, (), self._step, site, True, is_first_run=new)
             streamed.is_new = False
             return started.future_of(output)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
@@ -171,7 +171,9 @@ class GradientSync:
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         """Replace what is remembered of gradients; on a mesh by nothing, since nothing there has feedback."""
-        self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
+        if self._nodes is not None:
+            residuals = means = {}
+        self.memories.load(residuals, means, kinds)
         self.errors.load(errors)
         self._buckets.clear()
 
@@ -295,8 +297,8 @@ class NonfiniteGuard:
 
         spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
         """
-        own = float(self.code(rank, world, spoiled=spoiled))
-        (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
+        code = float(self.code(rank, world, spoiled=spoiled))
+        (least,) = over_groups("on_nonfinite", groups, device, [code], dist.ReduceOp.MIN)
         self.check(int(least), world, step)
 
     def code(self, rank: int, world: int, *, spoiled: bool) -> int:

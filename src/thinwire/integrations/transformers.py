@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -125,9 +125,8 @@ Compress = TrainerCompress
 
 def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:
     """What callbacks keep in trainer_state.json; a list only before the Trainer has begun."""
-    found: Any = state.stateful_callbacks
-    kept: dict[str, dict[str, str]] = found
-    return kept
+    kept: Any = state.stateful_callbacks
+    return cast(dict[str, dict[str, str]], kept)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -186,7 +186,7 @@ class Chooser:
         self.step = step
         chosen = self._run_race(agree) if choice == Auto() else ""
         self.raced = bool(chosen)
-        self._agreed(candidate=None if self.race is None else auto.CANDIDATES[self.race.turn])
+        self._agreed(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
         if self._weighed_by != (self.setting, self.agreed.shared):
             self._weighed_by = self.setting, self.agreed.shared
             self._weighed.clear()
@@ -224,8 +224,8 @@ class Chooser:
         seen = self.moments.seen
         known = 0 if not seen else 1 + FAMILIES.index(leading(list(seen.values())))
         waiting = any(name not in seen for name in self.sizes)
-        own = [float(known), float(waiting), float(self.moments.expected)]
-        shared, someone_waits, expects = agree(own, dist.ReduceOp.MAX)
+        local = [float(known), float(waiting), float(self.moments.expected)]
+        shared, someone_waits, expects = agree(local, dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
             asked = self.agreed.family
             family = asked or (FAMILIES[int(shared) - 1] if shared else "adaptive")
@@ -327,7 +327,6 @@ class Chooser:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue from what was agreed on before `step`; raises before anything has changed."""
         family = str(state["optimizer"])
-        why = str(state["why"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
         self._agreed(candidate=None, fastest=fastest, widths=widths)
@@ -336,7 +335,7 @@ class Chooser:
             self._agreed(family=self.agreed.family or family, keeps_moments=moments)
             self.moments.stop()
         self.race = None
-        self.why = why
+        self.why = str(state["why"])
         self.step = max(0, step - 1)
 
 

@@ -27,14 +27,14 @@ class Race:
     steps: int = 0
 
     @property
-    def turn(self) -> int:
+    def candidate(self) -> int:
         """Which candidate runs the present step."""
         return max(0, self.steps - SETTLE_STEPS) % len(CANDIDATES)
 
     @property
     def measures_error(self) -> bool:
         """Whether to measure the error of this step's codec: until one step was finite."""
-        return self.steps >= SETTLE_STEPS and self.turn > 0 and self.turn not in self.errors
+        return self.steps >= SETTLE_STEPS and self.candidate > 0 and self.candidate not in self.errors
 
     @property
     def over(self) -> bool:
@@ -43,10 +43,10 @@ class Race:
     def ended(self, seconds: float, error: float | None) -> None:
         """This step took `seconds`, and its relative error was `error`."""
         if self.measures_error and error is not None:
-            self.errors[self.turn] = error
+            self.errors[self.candidate] = error
         # The first round is not timed: it includes handshakes and the measuring of errors.
         if self.steps >= SETTLE_STEPS + len(CANDIDATES):
-            self.times[self.turn].append(seconds)
+            self.times[self.candidate].append(seconds)
         self.steps += 1
 
     def result(self) -> list[float]:
@@ -90,7 +90,6 @@ WIDTHS: tuple[tuple[Codec, float], ...] = (
     (BlockInt(6), 7.0e-4),
     (BlockInt(8), 4.2e-5),
 )
-_LOSS = dict(WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _bytes(layer: Layer, width: int) -> int:
 def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
     """(minus the drop of error per byte, index, bytes) of the next width."""
     cost = max(1, _bytes(layer, width + 1) - _bytes(layer, width))
-    whole = layer.lost / _LOSS[layer.codec]
+    whole = layer.lost / dict(WIDTHS)[layer.codec]
     return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost
 
 

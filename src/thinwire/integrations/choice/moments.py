@@ -134,6 +134,6 @@ def _stepped(
     if moments is None or not mine:
         return
     moments.saw(optimizer)
-    own = family(optimizer)
+    kind = family(optimizer)
     for name in mine:
-        moments.seen[name] = leading([own, moments.seen.get(name, own)])
+        moments.seen[name] = leading([kind, moments.seen.get(name, kind)])

@@ -157,7 +157,9 @@ _LINEAR = ("SGD", "ASGD")  # linear in the gradient: an error may come late, but
 def family(optimizer: object) -> str:
     """ "linear" for SGD, "muon" for Muon, and "adaptive" for Adam's kin and for what is not known."""
     names = [kind.__name__ for kind in type(bare_optimizer(optimizer)).__mro__]
-    return "muon" if "Muon" in names else "linear" if any(name in _LINEAR for name in names) else "adaptive"
+    if "Muon" in names:
+        return "muon"
+    return "linear" if any(name in _LINEAR for name in names) else "adaptive"
 
 
 def has_moments(optimizer: object) -> bool:
@@ -358,8 +360,8 @@ def spelled_out(function: Function) -> Function:
     *first, rest = _parameters(function).values()
     (keywords,) = get_args(rest.annotation)
     options = [p for name, p in _parameters(DDPOptions).items() if name in keywords.__optional_keys__]
-    own = inspect.signature(function)
-    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    signature = inspect.signature(function)
+    function.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return function
 
 

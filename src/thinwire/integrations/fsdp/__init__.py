@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice import Chooser, bits_of, leaves
@@ -338,7 +338,7 @@ def compress_fsdp(
     state = FSDPState(groups, asked, within, gathered)
     agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
     for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
-        Call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
+        issue_call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
     state._install(Rules(asked.exempt, None), replica)
     if _is_narrow(gathered) and not all(g.differences for g in state._gatherers):
         warnings.warn(

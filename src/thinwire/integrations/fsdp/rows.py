@@ -23,12 +23,12 @@ from torch import Tensor
 
 from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import MOST_KINDS, channel_of
 from thinwire.collectives.chunks import Desk, Flat
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import RowMessage, Watched
-from thinwire.collectives.pipeline import Operation, Setting
+from thinwire.collectives.message import LaneHooks, RowMessage
+from thinwire.collectives.pipeline import CallContext, Operation
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Stages
 from thinwire.integrations import lanes
@@ -160,7 +160,7 @@ class ShardSync(GradientSync):
         if rows.message.program is not None and not self.chooser.measuring:
             rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
-            rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
+            rows.message.run(outputs, inputs, self._step, self._hooks(rows, group.size(), input.device))
         rows.columns.join(outputs, result)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
@@ -172,7 +172,7 @@ class ShardSync(GradientSync):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _watched(self, rows: BucketPlan, world: int, device: torch.device) -> list[Watched]:
+    def _hooks(self, rows: BucketPlan, world: int, device: torch.device) -> list[LaneHooks]:
         pairs = zip(rows.lanes, rows.carries, strict=True)
         if not self.chooser.measuring:
             return [(carry, None, self.tally.checked) for _, carry in pairs]
@@ -262,10 +262,10 @@ class Gatherer:
             self._tally.plain_weights += own.nbytes == input.nbytes
             return
         text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
-        call = Call(channel_of(group, input.device), text)
+        call = issue_call(channel_of(group, input.device), text)
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
-        operation = ExactGather(call.setting(plan, self.sent), input, kept, self._pieces)
-        call.channel.run(operation, call.site, async_op=False)
+        operation = ExactGather(call.context(plan, self.sent), input, kept, self._pieces)
+        call.channel.submit(operation, call.site, async_op=False)
         output.copy_(kept)
         self._tally.sent(operation.sent_bytes, plain_bytes)
         self._tally.plain_weights += operation.plain
@@ -344,10 +344,10 @@ class Gatherer:
 class ExactGather(Operation):
     """copy = the rows of all ranks, exactly: see [Note: Exact weights]. A chunk is a piece."""
 
-    def __init__(self, setting: Setting, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
-        super().__init__(setting, len(pieces), [Flat([copy])], [Flat([row])])
+    def __init__(self, context: CallContext, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
+        super().__init__(context, len(pieces), [Flat([copy])], [Flat([row])])
         self._new_P = row.detach().split(pieces)
-        self._old_WP = [kept.split(pieces) for kept in copy.view(setting.link.world, -1)]
+        self._old_WP = [kept.split(pieces) for kept in copy.view(context.link.world, -1)]
         self.sent_bytes = 0
         self.plain = 0  # pieces of this rank that travelled as they are
 
