@@ -129,7 +129,7 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 7149,
+    "kernels": 7418,
     "tools.bench": 1032,
     "tools.advise": 892,
     "tools.report": 312,
@@ -204,8 +204,8 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_545),
-    "tests": (["tests/*.py"], str.splitlines, 31_899),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_814),
+    "tests": (["tests/*.py"], str.splitlines, 31_954),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
 }

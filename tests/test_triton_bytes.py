@@ -11,13 +11,15 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+import torch
 
 from thinwire.kernels.schema import LLOYD
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from thinwire.kernels.triton import four_bytes, lloyd, memory, rotation
+from thinwire.kernels.triton import exact_sums, four_bytes, launch, lloyd, memory, rotation
+from thinwire.wire import Kind
 
 WORDS = [0, 1, 0x80, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, *(random.Random(7).getrandbits(32) for _ in range(200))]
 
@@ -98,6 +100,33 @@ def test_permuted_is_what_its_digits_say(select: int) -> None:
         assert run(memory.filled(four_bytes.PERMUTE.value, select), a, b) == int.from_bytes(want, "little")
 
 
+def test_levels_come_in_two_bytes() -> None:
+    table, levels = LLOYD[4], words_in_memory(4)[16:]
+    for word in WORDS:
+        below = run(four_bytes.CHOOSE.value, levels[0], levels[1], word)
+        above = run(four_bytes.CHOOSE.value, levels[2], levels[3], word ^ 0x8888)
+        found = [byte(below, i) + byte(above, i) - 255 for i in range(4)]
+        assert found == [table.signed_levels[word >> 4 * i & 15] for i in range(4)]
+
+
+def test_four_levels_are_one_word() -> None:
+    (found,) = words_in_memory(2)[4:5]
+    for word in WORDS:
+        levels = run(four_bytes.CHOOSE.value, found, found, word & 0x3333)
+        found_levels = [byte(levels, i) - 128 for i in range(4)]
+        assert found_levels == [LLOYD[2].signed_levels[word >> 4 * i & 3] for i in range(4)]
+
+
+def words_in_memory(bits: int) -> list[int]:
+    """What kernels of levels find in memory."""
+    return [word & 0xFFFFFFFF for word in launch.levels(Kind.LLOYD, bits, torch.device("cpu")).tolist()]
+
+
+def test_mixed_takes_each_bit_from_one_of_two_words() -> None:
+    for a, b in zip(WORDS, reversed(WORDS), strict=True):
+        assert run(memory.filled(four_bytes.MIX.value, 0x0F0F0F0F), a, b) == a & 0x0F0F0F0F | b & 0xF0F0F0F0
+
+
 @pytest.mark.parametrize("upper", [False, True])
 def test_dotted_adds_two_products(upper: bool) -> None:
     for pair, four in zip(WORDS, reversed(WORDS), strict=True):
@@ -127,3 +156,13 @@ def test_the_parabola_gives_every_cell_its_rank() -> None:
         inner = Fraction(float_of(bits_of(near * bend + slope)))
         rank = bits_of(inner * near + rounder) - bits_of(rounder)
         assert rank == sum(cell >= edge for edge in LLOYD[4].edges), cell
+
+
+@pytest.mark.parametrize("reach", [1, 2, 8, 20, 104])
+@pytest.mark.parametrize("world", range(2, 9))
+def test_sums_of_scales_so_far_apart_are_exact(reach: int, world: int) -> None:
+    largest = 255 << exact_sums.furthest(reach, world)  # in units
+    assert largest < 1 << 15
+    assert reach * world * largest < 1 << 24
+    if reach <= 20:
+        assert world * largest * max(reach, 8) < 1 << 22  # 8: a code of 1 bit, or twice 2 of 2 bits, at its last place

@@ -109,7 +109,8 @@ def _decode_tile(
         if unusual:
             z, post = sum_any(wires, at, T)
         else:
-            z = usual_sum(begun, wires.levels, T, WORLD)
+            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z = times(z, unit)
     z = finish(z, keys, norm, at, T)
     if unusual:
         if COUNT:

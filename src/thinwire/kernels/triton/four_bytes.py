@@ -6,11 +6,18 @@ import triton.language as tl
 from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction
 
 PERMUTE = tl.constexpr("prmt.b32 $0, $1, $2, {};")
+MIX = tl.constexpr("lop3.b32 $0, $1, $2, {}, 0xE4;")  # a where c is set, else b
 CHOOSE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
 DOT_LOW = tl.constexpr("dp2a.lo.u32.u32 $0, $1, $2, $3;")
 DOT_HIGH = tl.constexpr("dp2a.hi.u32.u32 $0, $1, $2, $3;")
 SQUARE = tl.constexpr("dp4a.u32.u32 $0, $1, $1, $2;")
 COUNT = tl.constexpr("popc.b32 $0, $1;")
+
+
+@triton.constexpr_function
+def in_bytes(value):
+    """The same in all four bytes, as a signed number."""
+    return (value * 0x01010101 + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @triton.jit
@@ -24,6 +31,15 @@ def permuted(a, b, SELECT: tl.constexpr):
         return chosen
     else:
         return instruction(filled(PERMUTE, SELECT), "=r,r,r", (a, b))
+
+
+@triton.jit
+def mixed(a, b, MASK: tl.constexpr):
+    """The bits of a that a mask has, and those of b that it has not: one instruction, which LLVM would make two."""
+    if INTERPRETED:
+        return (a & MASK) | (b & (MASK ^ -1))
+    else:
+        return instruction(filled(MIX, MASK), "=r,r,r", (a, b))
 
 
 @triton.jit

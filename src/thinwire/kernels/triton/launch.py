@@ -298,11 +298,20 @@ def tables(format: Format, device: torch.device) -> dict[str, Tensor]:
 
 @cache  # never dropped: a CUDA graph may hold their addresses
 def levels(kind: Kind, bits: int, device: torch.device) -> Tensor:
-    """The signed levels of a table, as the bits of floats; something where there is none."""
+    """The signed levels of a table, as the bits of floats; something where there is none.
+
+    After them follow the bytes that exact_sums.py permutes: ptxas would keep such constants outside the registers, and
+    move one in for every use.
+    """
     table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits] if kind == Kind.LLOYD else LLOYD[1]
-    floats = struct.pack(f"<{len(table.signed_levels)}f", *table.signed_levels)
+    count = len(table.levels)
+    floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
+    shorts = [*(255 + level for level in table.signed_levels[:count]), *table.levels]
+    if count == 2:
+        shorts = [128 + level for level in table.signed_levels]
+    words = bytes(shorts).ljust(16, b"\0")
     with torch.inference_mode(False):
-        return torch.frombuffer(bytearray(floats), dtype=torch.int32).to(device)
+        return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 
 
 @cache

@@ -28,6 +28,7 @@ from thinwire.kernels.triton.tiles import (
     row_total,
     store_codes,
     store_scale,
+    times,
 )
 from thinwire.kernels.triton.trellis import best_codes
 
@@ -38,20 +39,22 @@ LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
 
 
 @triton.jit
-def in_domain(tile, post, T: tl.constexpr):
-    """(tile, energy, up, post, bad): as it is where all rows came in the middle domain and their energy proves that
-    they belong there, else settled.
+def in_domain(tile, unit, post, T: tl.constexpr):
+    """(tile, energy, unit, up, post, bad): as it is where all rows came in the middle domain and their energy proves
+    that they belong there, else settled, in units of 1.
 
-    energy: sums of squares. up: what a scale is to be multiplied by. post: undoes the domain. bad: rows that
+    energy: sums of squares, in units. up: what a scale is to be multiplied by. post: undoes the domain. bad: rows that
     are not finite.
     """
     energy = square_sum(tile, T)
     up = tl.full((T.rows, T.columns), 1.0, tl.float32)
     bad = tl.full((T.rows, T.columns), 0, tl.int1)
-    odd = ((energy >= SURELY_NOT_TINY) & (energy < SURELY_NOT_HUGE) & (post == 1)).to(tl.int32) ^ 1
+    size = energy * unit * unit
+    odd = ((size >= SURELY_NOT_TINY) & (size < SURELY_NOT_HUGE) & (post == 1)).to(tl.int32) ^ 1
     if anywhere(odd) > 0:
-        tile, energy, up, post, bad = _settle(tile, post, T)
-    return tile, energy, up, post, bad
+        tile, energy, up, post, bad = _settle(times(tile, unit), post, T)
+        unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    return tile, energy, unit, up, post, bad
 
 
 @triton.jit
@@ -72,12 +75,12 @@ def _settle(tile, post, T: tl.constexpr):
 
 
 @triton.jit
-def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """Write the codes of rows with this mean square, and the scales that fit, times `scale` and `up`.
+def put_levels(tile, power, unit, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """Write the codes of rows with this mean square in units, and the scales that fit, times `scale` and `up`.
 
     (stored scale, values of the codes); the latter only if VALUES.
     """
-    words, values, fit = _fitted(tile, power, table, at, T, VALUES)
+    words, values, fit = _fitted(tile, power, unit, table, at, T, VALUES)
     zero = power == 0
     stored = stored_scale(tl.where(zero, 0.0, fit * scale * up), post, bad)
     store_scale(target.scales, stored, at, T)
@@ -101,8 +104,8 @@ def per_code(total, at, T: tl.constexpr):
 
 
 @triton.jit
-def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
+def _fitted(tile, power, unit, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """(words, values, fit): the packed codes of rows with this mean square in units, and the scale that fits them.
 
     values, only if VALUES: the signed levels as floats.
     """
@@ -114,6 +117,7 @@ def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
         words, values, along, square = best_codes(tile, gain, table, at, T, VALUES)
     else:
         words, values, along, square = _nearest_codes(tile, gain, table, at, T, VALUES)
+    rms = rms * unit
     if T.unbiased:
         fit = tl.div_rn(_codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)
     elif T.bits == 1 and not T.trellis:

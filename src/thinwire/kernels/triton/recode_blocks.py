@@ -54,22 +54,23 @@ def recode_kernel(
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
     """Encode the sum of a tile's wires, times `scale`."""
-    post = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    post = unit
     if T.rare:
         z, post = sum_any(wires, at, T)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)
         if anywhere(odd) == 0:
-            z = usual_sum(begun, wires.levels, T, WORLD)
+            z, unit = usual_sum(begun, wires.levels, T, WORLD)
         else:
             z, post = sum_any(wires, at, T)
     if T.gaussian:
-        tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, T)
+        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
-        put_levels(tile, per_code(energy, at, T), up, post, bad, scale, target, cells, at, T, False)
+        put_levels(tile, per_code(energy, at, T), unit, up, post, bad, scale, target, cells, at, T, False)
     else:
-        tile = times(z, scale)
+        tile = times(times(z, unit), scale)
         extent = extent_of(tile, at, T)
         factor, post = _lift(extent.peak, post)
         put_scaled(tile, extent, factor, post, target, dither, at, T)

@@ -16,7 +16,7 @@ from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, offsets_of
 from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
-from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, minus, position, store
+from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, minus, position, store, times
 
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
@@ -240,7 +240,8 @@ def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, 
         if not CALM:
             trouble = trouble | 1
         if trouble == 0:
-            others = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+            others, unit = usual_sum(begun, wires.levels, T, WORLD)
+            others = finish(times(others, unit), keys, norm, at, T)
         else:
             others, post = sum_any(wires, at, T)
             others = leave(finish(others, keys, norm, at, T), post, T)

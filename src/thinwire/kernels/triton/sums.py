@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
 from thinwire.kernels.triton.four_bytes import PERMUTE
 from thinwire.kernels.triton.frame import offsets_of, sections, wide
 from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction, look_up
@@ -82,15 +83,24 @@ def worst_scale(wires, at, T: tl.constexpr):
 def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
     """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any. WORLD: wires, or 0 for a loop."""
     if WORLD:
-        return _load_wires(wires, at, T, WORLD)
+        words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T, WORLD)
+        if T.narrow and WORLD > 1:
+            scales, odd = integers_of(scale_bits, T, WORLD)
+            return (words, scales), odd
+        else:
+            return (words, scale_bits, minimum_bits), odd
     else:
         return _sum_wires(wires, at, T)
 
 
 @triton.jit
 def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
-    """The sum of wires with usual scales."""
-    if WORLD:
+    """(z, unit): the sum of wires with usual scales, in a unit that is a power of two for each row."""
+    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    if WORLD > 1 and T.narrow:
+        words, scales = begun
+        return exact_sum(words, scales, table, T, WORLD)
+    elif WORLD:
         words, scale_bits, minimum_bits = begun
         z = _zeros(T)
         if T.affine:
@@ -99,14 +109,14 @@ def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
                 z = [x + minimum for x in z]
         for w in tl.static_range(WORLD):
             z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
-        return z
+        return z, one
     else:
-        return begun
+        return begun, one
 
 
 @triton.jit
 def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
-    """((words, scales, minima), odd) of WORLD wires, all asked for before the first is used."""
+    """(words, scales, minima, odd) of WORLD wires, all asked for before the first is used."""
     words = ()
     scale_bits = ()
     minimum_bits = ()
@@ -121,7 +131,7 @@ def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
     for w in tl.static_range(WORLD):
         words = words + _codes_of(wires, w, at, T)
-    return (words, scale_bits, minimum_bits), odd
+    return words, scale_bits, minimum_bits, odd
 
 
 @triton.jit

@@ -63,6 +63,8 @@ class Tile:
     grid: int = field(init=False)  # cells per standard deviation, of a table
     levels: tuple[int, ...] = field(init=False)  # positive ones of a table
     edges: tuple[int, ...] = field(init=False)  # of a Lloyd table
+    reach: int = field(init=False)  # the largest value of a code, without its sign, in units of its scale
+    narrow: bool = field(init=False)  # True => sums of a few wires are made of integers: exact_sums.py
     # True => it is summed in the one way that serves all scales: a second, faster one would double what is compiled,
     # which trellis codes and a short last block are not worth.
     rare: bool = field(init=False)
@@ -97,6 +99,8 @@ class Tile:
             grid=table.grid if table else 0,
             levels=table.levels if table else (),
             edges=table.edges if isinstance(table, LloydTable) else (),
+            reach=table.levels[-1] if table else half,
+            narrow=self.bits in (1, 2, 4) and not affine and self.vector == 4,
             rare=trellis or (self.loose and self.columns < LONG_COLUMNS),
         )
 
