@@ -59,8 +59,9 @@ def failure(call: Callable[[], Any]) -> BaseException | None:
 
 
 def threads() -> list[str]:
-    """Those of thinwire's that run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-")]
+    """Those of thinwire's groups that run. What compiles GPU kernels belongs to the process."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-")]
+    return [name for name in names if not name.startswith("thinwire-compiler")]
 
 
 def until(holds: Callable[[], bool], seconds: float = 3.0) -> bool:
