@@ -2,8 +2,8 @@
 
 A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers; that of an
 update has, for every segment of the manifest, its length, the sum of its new bits, and a wire of exact differences.
-A segment is all tensors of one dtype, up to some millions of numbers. Ranks of a sharded model send a part each: their
-own shards. Messages may follow one another in one buffer. Nothing is unpickled.
+A segment is all tensors of one dtype, up to tens of millions of numbers. Ranks of a sharded model send a part each:
+their own shards. Messages may follow one another in one buffer. Nothing is unpickled.
 """
 
 import json
@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sBxHHxxQQQ8sQ")  # magic, kind, part, parts, publishe
 _SEGMENT = struct.Struct("<Qq")  # bytes, sum of the new bits
 _MAGIC = b"TWU1"
 _SNAPSHOT, _UPDATE = range(2)
-_SEGMENT_NUMEL = 1 << 22  # a segment is closed when it has as many; tensors are not cut
+_SEGMENT_NUMEL = 1 << 25  # a segment is closed when it has as many; tensors are not cut. GPUs need long ones
 _SENT = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in [*_SENT, "float8_e4m3fn", "float8_e5m2"]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
