@@ -752,24 +752,6 @@ def test_times_of_buckets_add_up() -> None:
     assert [tally.seconds[name] for name in names] == [3.0, 0.0, 3.0, 6.0]
 
 
-@generated(40)
-@given(chunks=st.integers(1, 5), two=st.booleans(), seed=st.integers(0, 99))
-def test_times_are_never_negative_nor_longer_than_the_whole(chunks: int, two: bool, seed: int) -> None:
-    """One thread: stages follow each other, chunks' stages in order."""
-    g, clock = random.Random(seed), 0.0
-    todo = [[0, 1, -1] if two else [0, -1] for _ in range(chunks)]
-    stages = []
-    while any(todo):
-        chunk = g.choice([c for c in todo if c])
-        clock += g.random()
-        stages.append((chunk.pop(0), clock, clock + 0.25))
-        clock += 0.25
-    tally = wire_seconds(stages)
-    work = tally.seconds["encode_s"] + tally.seconds["reduce_s"] + tally.seconds["decode_s"]
-    assert work == pytest.approx(0.25 * len(stages))
-    assert 0 <= tally.seconds["wire_s"] <= stages[-1][1] - stages[0][2] + 1e-9
-
-
 def test_a_watch_sums_squares_by_parameter() -> None:
     pieces = [Piece("a", 3), Piece(None, 2), Piece("b", 5), Piece("nothing", 0), Piece("c", 1)]
     watch = ErrorWatch(pieces, CPU)
