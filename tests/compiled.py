@@ -57,9 +57,8 @@ CASES = [  # every kernel, and most families of codecs
     Case("int8", rows=False),
     Case("int8", BF16, TAIL, 4, "own", wires=False),
     Case("int2:rounding=stochastic", F16, 512, mode="ef21", wires=False, starved=True),
-    Case("lloyd1:block=32", BF16, 64, 3, odd=True, rows=False, starved=True),
-    Case("trellis1:block=32", numel=64, wires=False),
-    Case("e4m3:block=24", numel=40, odd=True, rows=False),
+    Case("lloyd1:block=32", BF16, 64, 9, odd=True, rows=False, starved=True),
+    Case("trellis2:block=32", numel=64, wires=False),
     Case("bf16", world=3, mode="own"),
     Case("none", BF16, wires=False),
 ]
@@ -73,6 +72,7 @@ REST = [  # with `everything`: the other flags
     Case("lloyd3:block=32,rotate=false,scale=unbiased", numel=64, mode="own", wires=False, starved=True),
     Case("lloyd2:block=32", F16, 40, mode="ef21", wires=False, starved=True),
     Case("fp16", numel=TAIL, rows=False),
+    Case("e4m3:block=24", numel=40, odd=True, rows=False),
     Case("e5m2", BF16, mode="ef21", wires=False),
     Case("bf16", F16, TAIL, odd=True, rows=False),
 ]

@@ -178,7 +178,6 @@ CASES = [
     Case("lloyd3:block=32,rotate=false,scale=unbiased", (130,)),
     Case("lloyd2:block=128", (130,), worlds=(2,)),
     Case("trellis2:block=32", (70,), odd=True),
-    Case("trellis3:scale=unbiased", (530,), worlds=(2,)),
     Case("int4:block=20000,mode=affine", (9001,), worlds=(2,)),
     Case("int8:block=2048,mode=affine", (1025,), worlds=(2,)),  # pads in a piece of their own
     Case("fp16", (130,)),
@@ -190,6 +189,7 @@ CASES = [
 MORE = [  # of which others have the parts
     Case("int8", (0, 7, 300), (F16,)),
     Case("trellis2:block=32", (1, 140)),
+    Case("trellis3:scale=unbiased", (530,), worlds=(2,)),
     Case("trellis1:block=128,rotate=false", (149, 277), (BF16,), (2,)),
     *(Case(codec, (0, 1)) for codec in ("lloyd1:block=32", "bf16", "none")),
     Case("int8:block=32", (130,), worlds=(9,)),

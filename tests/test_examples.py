@@ -60,8 +60,8 @@ RUNS = [
     Run("onebit_adam.py", 2.9, 12.0),
     Run("moe_all_to_all.py", 4.4, 3.8, steps=8),
     Run("moe_all_to_all.py", 4.4, 3.8, steps=8, at=2),  # in a group that compresses
-    Run("tensor_parallel.py", 3.6, 3.8, steps=20),
-    Run("pipeline.py", 3.6, 3.8, steps=20),
+    Run("tensor_parallel.py", 3.8, 3.8, steps=12),
+    Run("pipeline.py", 4.3, 3.8, steps=12),
     Run("qat.py", 3.4, 7.0, steps=30),
     Run("lightning_ddp.py", 3.3, 8.0, steps=15),  # in each of two epochs
     Run("accelerate_ddp.py", 0.1, 9.0),  # a regression

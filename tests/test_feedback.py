@@ -73,21 +73,14 @@ def test_all_finite_is_what_decoding_says(
     if dtype == torch.float64 and kind == "huge" and n:
         xs[0][n // 2] = 1e300  # finite, for the identity alone
     wires_WN = cases.wires_of(codec, xs)
-    if apart:  # rows of a wider matrix, as lanes are
+    if apart:  # rows of a wider matrix, as lanes are, at any address
         wide = torch.full((world, wires_WN.shape[1] + 48), cases.GARBAGE, dtype=torch.uint8)
-        wide[:, 16:-32] = wires_WN
-        wires_WN = wide[:, 16:-32]
+        wide[:, 17:-31] = wires_WN
+        wires_WN = wide[:, 17:-31]
     out = dtype if isinstance(codec, Identity) else torch.float32
     decoded = torch.stack([cases.decoded(codec, wire, n, out) for wire in wires_WN])
     got = codec.all_finite(wires_WN, n, dtype)
     assert (got.shape, got.dtype, bool(got)) == ((), torch.bool, bool(decoded.isfinite().all()))
-
-
-@over("codec", cases.ONE_OF_EACH)
-def test_all_finite_reads_a_wire_wherever_it_starts(codec: Codec) -> None:
-    room = torch.empty(codec.wire_bytes(300) + 1, dtype=torch.uint8)
-    codec.encode(normal(300), room[1:])
-    assert codec.all_finite(room[1:][None], 300)
 
 
 @over("codec", cases.BLOCKED)

@@ -336,23 +336,19 @@ def test_a_bad_batch_is_left_out_of_its_channel_only(observer: Any) -> None:
 def test_a_shared_quantizer_has_the_gradients_of_each_call(observer: Any) -> None:
     """Two calls before one backward, in static mode: each by the scale of its own call."""
 
-    def gradients(quantizer: Any) -> list[Tensor]:
+    def gradients(together: bool) -> list[Tensor]:
+        quantizer, losses = LearnableFakeQuantize(observer, 0, 15), []
         inputs = [(torch.linspace(-1, 1, 41) * k).requires_grad_() for k in (1, 8)]
-        sum(quantizer(x).sum() for x in inputs).backward()
+        for x in inputs:
+            losses.append(quantizer(x).sum())
+            if not together:
+                losses.pop().backward()
+        if together:
+            sum(losses).backward()
         return [x.grad for x in inputs if x.grad is not None]
 
-    def alone(k: int) -> Tensor:
-        quantizer, first = LearnableFakeQuantize(observer, 0, 15), torch.linspace(-1, 1, 41)
-        if k == 8:
-            quantizer(first)
-        x = (first * k).requires_grad_()
-        quantizer(x).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    ours = gradients(LearnableFakeQuantize(observer, 0, 15))
-    assert torch.equal(ours[0], alone(1))
-    assert torch.equal(ours[1], alone(8))
+    for mine, alone in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(mine, alone)
 
 
 @pytest.mark.parametrize("channels", [False, True])
