@@ -332,13 +332,13 @@ def test_a_bad_batch_is_left_out_of_its_channel_only(observer: Any) -> None:
     assert torch.equal(quantizer.scale, torch.tensor([2.0, 1.0]))
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, OwnObserver])
+@pytest.mark.parametrize("observer", [MovingAverageMinMaxObserver, OwnObserver])
 def test_a_shared_quantizer_has_the_gradients_of_each_call(observer: Any) -> None:
     """Two calls before one backward, in static mode: each by the scale of its own call."""
 
     def gradients(together: bool) -> list[Tensor]:
-        quantizer, losses = LearnableFakeQuantize(observer, 0, 15), []
-        inputs = [(torch.linspace(-1, 1, 41) * k).requires_grad_() for k in (1, 8)]
+        quantizer, losses = LearnableFakeQuantize(observer, 0, 15, averaging_constant=1.0), []
+        inputs = [(torch.linspace(-1, 1, 41) * k).requires_grad_() for k in (8, 1)]
         for x in inputs:
             losses.append(quantizer(x).sum())
             if not together:
