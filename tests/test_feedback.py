@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import CPU, assert_same, generated, over, seeded
-from thinwire import Codec, CodecError, Identity
+from cases import CPU, assert_same, by_turns, generated, on_ranks, over, seeded
+from replicas import PAIR, Given, Group, backward, draw, flat, residuals, wrap
+from thinwire import Codec, CodecError, Identity, compress_ddp
 from thinwire.feedback import EF21, Classic, Gaps, Ledger, Piece, deal
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -278,3 +279,16 @@ def test_sums_and_what_they_lose() -> None:
         message = torch.full((3,), 6.0)
         carry.sent(message, torch.full((3,), 8.0))
         assert_same(message, torch.full((3,), want))
+
+
+@by_turns("dtype, feedback, world", [torch.bfloat16, torch.float16, torch.float64], ["classic", "ef21"], [2, 3])
+@on_ranks()
+def test_feedback_of_other_gradients_is_kept_in_fp32(group: Group, dtype: torch.dtype, feedback: Any) -> None:
+    """The result is rounded to the gradients' dtype, what is remembered is not."""
+    narrow, wide = (wrap(Given(PAIR, each), group, 1 << 10) for each in (dtype, torch.float32))  # one bucket
+    handles = [compress_ddp(model, "lloyd2", feedback=feedback, algorithm="two_phase") for model in (narrow, wide)]
+    for step in range(3):
+        given_ = draw(group.rank(), step, PAIR, dtype)
+        got, want = backward(narrow, given_), backward(wide, [g.float() for g in given_])
+        assert_same(flat(got), flat(want).to(dtype))
+        assert_same(*(residuals(handle, PAIR) for handle in handles))

@@ -174,36 +174,6 @@ def test_means_of_any_length_are_within_their_error(
     check_hooks(ranks, list(CODECS), [[given(n, rank) for rank in range(world)] for n in lengths], device)
 
 
-@each_device
-@worlds(1, 3, rare=[2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: torch.dtype, device: Device) -> None:
-    """torch's quantisation hooks answer a bf16 bucket with fp32."""
-    check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)], device)
-
-
-@on_ranks(3, rare=[2])
-def test_a_bucket_of_several_chunks(group: Group) -> list[str]:
-    xs = [torch.randn(13_007, generator=seeded(9, rank)) for rank in range(group.size())]
-    mean, peak, found = torch.stack(xs).double().mean(0), max(float(x.abs().max()) for x in xs), []
-    for name, hook in HOOKS.items():
-        with small_chunks(4000):
-            y = run_hook(hook, xs[group.rank()])
-        most = lost(name, group.size()) + (group.size() + 3) * half_ulp(torch.float32)
-        assert (y - mean).abs().max() <= most * peak, name
-        found.append(digest(y))
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@on_ranks(3, gives=[])
-def test_a_complex_bucket_is_its_real_and_imaginary_parts(group: Group, dtype: torch.dtype) -> list[str]:
-    """Hooks that treat a complex bucket unlike its real and imaginary parts."""
-    pairs = given(600, group.rank(), torch.float64 if dtype == torch.complex128 else torch.float32).view(300, 2)
-    results = {name: run_hook(hook, torch.view_as_complex(pairs)) for name, hook in HOOKS.items()}
-    return [name for name, y in results.items() if digest(y) != digest(run_hook(HOOKS[name], pairs))]
-
-
 # --- what torch's hooks get wrong -------------------------------------------------------------------------------------
 @worlds(3, rare=[2, 4])
 def test_sixteen_bits_keep_the_range_of_the_bucket(ranks: RankPool, world: int) -> None:
@@ -254,21 +224,6 @@ def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float, dev
         want[block] = math.nan
         assert len(block) < n
         assert_same(got, want, name)
-
-
-@each_device
-@on_ranks(3, rare=[2, 4])
-def test_several_buckets_in_flight(group: Group, device: Device) -> list[str]:
-    """torch's quantization hooks wait inside a callback, and with two buckets gloo hangs."""
-    names = list(HOOKS)[group.size() % 2 :: 2] if device == CPU else list(HOOKS)  # half of them in even worlds
-    found = []
-    for name in names:
-        inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
-        futures = [HOOKS[name](None, Bucket(x.clone())) for x in inputs]
-        together = [future.wait() for future in reversed(futures)][::-1]
-        found += [digest(y) for y in together]
-        assert found[-8:] == [digest(run_hook(HOOKS[name], x)) for x in inputs], name
-    return found
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
