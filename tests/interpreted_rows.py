@@ -47,8 +47,7 @@ CASES = [
     Case("int8:block=32", EMPTY, "classic", broken=True),
     Case("lloyd4:block=32", EMPTY, "", BF16),
     Case("lloyd2:block=32", SHORT, "ef21", broken=True),
-    Case("lloyd2:block=64", Rows(67, 67, 1), "own", rank=0),
-    Case("trellis2:block=32", SHORT, "ef21", broken=True),
+    Case("trellis2:block=32", Rows(67, 67, 1), "own", rank=0),
     Case("int5:block=64,rounding=stochastic", EMPTY, "own"),
     Case("int3:block=40,mode=affine,rounding=stochastic", SHORT, "own", broken=True),  # has no launch that adds it
     Case("bf16", SHORT, "own", broken=True),
@@ -56,6 +55,8 @@ CASES = [
     Case("none", Rows(75, 25, 3), "", BF16, broken=True),
 ]
 MORE = [
+    Case("lloyd2:block=64", Rows(67, 67, 1), "own", rank=0),
+    Case("trellis2:block=32", SHORT, "ef21", broken=True),
     Case("int8:block=32", Rows(96, 48, 2), "ef21", BF16),
     Case("int4:block=64", SHORT, "own", rank=2),
     Case("lloyd4:block=64", SHORT, "classic", kept=BF16),

@@ -12,13 +12,14 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from cases import assert_same, generated, seeded
+from test_prepare import Net, net, tokens
 from thinwire import qat
 from thinwire.qat.codes import unpack
 from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
 from thinwire.qat.layers import QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
-ROWS, WIDTH = 12, 8
+ROWS, WIDTH = 12, 8  # of the embedding
 
 
 def packed_bytes(numel: int, bits: int) -> int:
@@ -26,32 +27,9 @@ def packed_bytes(numel: int, bits: int) -> int:
     return -(-numel // 8) * bits
 
 
-class Net(nn.Module):
-    """An embedding, convolutions, linear layers, and a head tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(ROWS, WIDTH)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 16)
-        self.down = nn.Linear(16, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, ROWS)
-        self.head.weight = self.wte.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.conv(self.wte(tokens).transpose(1, 2)).transpose(1, 2)
-        return self.head(self.down(torch.relu(self.up(self.norm(x)))))
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(0, ROWS, shape or (3, 5), generator=seeded(1))
-
-
 def prepared(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
     """A model whose quantizers have started, its scales away from where they started."""
-    torch.manual_seed(0)
-    model = qat.prepare(Net().to(dtype), **how)
+    model = qat.prepare(net().to(dtype), **how)
     qat.calibrate(model, [tokens()])
     with torch.no_grad():
         for module in model.modules():
@@ -117,10 +95,10 @@ def test_outputs_are_the_prepared_models_bit_for_bit(how: dict[str, Any]) -> Non
 def test_nothing_of_a_weight_is_left_to_train() -> None:
     converted = qat.convert(prepared())
     left = {name for name, p in converted.named_parameters() if p.requires_grad}
-    assert left == {"conv.bias", "norm.weight", "norm.bias", "up.bias", "head.bias"}
+    assert left == {"conv.bias", "norm.weight", "norm.bias", "block.0.bias", "block.2.bias"}
     converted(tokens()).sum().backward()
-    assert converted.up.bias.grad is not None
-    assert not any("weight_quantizer" in key or key.endswith("up.weight") for key in converted.state_dict())
+    assert converted.block[0].bias.grad is not None
+    assert not any("weight_quantizer" in key or key.endswith("0.weight") for key in converted.state_dict())
 
 
 def test_tied_weights_stay_one() -> None:
@@ -151,7 +129,7 @@ def test_bytes() -> None:
 
 
 def test_the_summary_of_a_converted_model() -> None:
-    model = prepared(skip="down")
+    model = prepared(skip="block.2")
     before, after = (qat.summary(one, quiet=True).rows for one in (model, qat.convert(model)))
     kept = ("layer", "kind", "weight_bits", "act_bits", "scale", "act_scale", "act_range")
     assert [[getattr(row, name) for name in kept] for row in after] == [
@@ -160,19 +138,19 @@ def test_the_summary_of_a_converted_model() -> None:
     assert {row.layer: row.note for row in after} == {
         "wte": f"first layer: 8 bits; integers, {ROWS * (WIDTH + 4)} bytes",
         "conv": f"integers, {WIDTH * (8 + 4)} bytes",  # rows of 12 codes have room for 16
-        "up": f"integers, {16 * (4 + 4)} bytes",
-        "down": "skipped",
+        "block.0": f"integers, {16 * (4 + 4)} bytes",
+        "block.2": "skipped",
         "head": f"last layer: 8 bits; integers, {ROWS * (WIDTH + 4)} bytes",
     }
 
 
 def test_in_place_the_floats_are_gone() -> None:
     model = prepared()
-    want, up, weight = model(tokens()).detach(), model.up, weakref.ref(model.up.weight)
+    want, up, weight = model(tokens()).detach(), model.block[0], weakref.ref(model.block[0].weight)
     called: list[str] = []
-    model.up.register_forward_hook(lambda *_: called.append("up"))
+    up.register_forward_hook(lambda *_: called.append("up"))
     assert qat.convert(model, inplace=True) is model
-    assert model.up is up
+    assert model.block[0] is up
     assert isinstance(up, IntegerLinear)
     assert isinstance(up, nn.Linear)
     assert weight() is None
@@ -221,7 +199,7 @@ def test_a_state_dict_goes_round() -> None:
     file.seek(0)
     torch.manual_seed(5)
     other = qat.prepare(Net())
-    qat.calibrate(other, [tokens(2, 5)])
+    qat.calibrate(other, [tokens(1, 2)])
     other = qat.convert(other)
     assert not torch.equal(other(tokens()), converted(tokens()))
     other.load_state_dict(torch.load(file, weights_only=True), strict=True)
@@ -231,7 +209,7 @@ def test_a_state_dict_goes_round() -> None:
     for one in (other, skeleton):
         assert_same(one(tokens()).detach(), converted(tokens()).detach())
     assert qat.weight_bytes(skeleton) == qat.weight_bytes(converted)
-    with pytest.raises(RuntimeError, match=r"up\.integer_weight\.packed"):
+    with pytest.raises(RuntimeError, match=r"block\.0\.integer_weight\.packed"):
         converted.load_state_dict(qat.convert(prepared(weight_bits=2)).state_dict())
 
 
@@ -252,21 +230,21 @@ class Halved(LSQ):
 
 def test_what_cannot_be_converted_is_refused_and_left_alone() -> None:
     sharded, rescaled, broken, normed, bare = prepared(), prepared(), prepared(), prepared(), qat.prepare(Net())
-    sharded.up.weight.placements = sharded.up.weight.full_tensor = ()  # what a DTensor is known by
+    sharded.block[0].weight.placements = sharded.block[0].weight.full_tensor = ()  # what a DTensor is known by
     rescaled.wte.max_norm = 1.0
-    nn.utils.parametrizations.weight_norm(normed.down)
+    nn.utils.parametrizations.weight_norm(normed.block[2])
     with torch.no_grad():
-        broken.down.weight[3, 2] = torch.nan
+        broken.block[2].weight[3, 2] = torch.nan
     misuse: list[tuple[Any, type[Exception], str]] = [
         (nn.Linear(2, 2), ValueError, r"Linear has no quantized layers: run qat\.prepare"),
         (qat.convert(prepared()), ValueError, "converted already"),
         ("model", TypeError, r"torch\.nn\.Module, got str"),
-        (bare, ValueError, r"conv\.act_quantizer, up\.act_quantizer.*qat\.calibrate"),
+        (bare, ValueError, r"conv\.act_quantizer, block\.0\.act_quantizer.*qat\.calibrate"),
         (nn.DataParallel(prepared()), ValueError, r"model\.module.*DataParallel"),
         (sharded, ValueError, "full state_dict"),
-        (broken, ValueError, "the weight of down is not a number"),
+        (broken, ValueError, r"the weight of block\.2 is not a number"),
         (prepared(quantizer=Halved), TypeError, r"has a Halved.*knows LSQ and LSQPlus"),
-        (normed, TypeError, r"down is a Parametrized.*remove parametrisations"),
+        (normed, TypeError, r"block\.2 is a Parametrized.*remove parametrisations"),
         (rescaled, ValueError, "wte rescales rows"),
     ]
     for model, error, said in misuse:

@@ -201,7 +201,7 @@ def nmse(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).square().sum() / want.double().square().sum())
 
 
-@pytest.mark.parametrize("world", [2, 4, 64])
+@pytest.mark.parametrize("world", [2, 16])
 def test_two_phases_lose_little_more_than_two_roundings(world: int) -> None:
     """Independent ranks: their errors add up as their numbers do, so the sum's share of error is that of one tensor."""
     n = 1 << 17

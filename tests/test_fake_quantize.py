@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cases
-from cases import CPU, ROUND, Place, each_place, generated
+from cases import CPU, ROUND, Place, each_place, generated, over
 from thinwire import use_backend
 from thinwire.kernels import BACKENDS, Backend, FakeGradients, Grid, cpu, reference
 from thinwire.qat import fake_quantize, ops
@@ -234,7 +234,7 @@ def test_long_sums_do_not_drift(shape: tuple[int, int, int], parts_of: Callable[
 
 @needs_cpu
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("shape", [(1, 1, (1 << 19) + 5), (1, 3, 200_001), (700, 768, 1), (2, 300, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, (1 << 19) + 5), (700, 768, 1)], ids=str)
 def test_large_tensors_are_shared_by_threads(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     used, made = [], cpu._fake
 
@@ -255,22 +255,18 @@ def test_large_tensors_are_shared_by_threads(shape: tuple[int, int, int], monkey
 
 @needs_cpu
 def test_nothing_is_written_outside_the_buffers() -> None:
-    guard = 64
     for shape, dtype in itertools.product(((1, 1, 77), (3, 7, 1), (9, 3, 5), (1, 5, 33)), DTYPES):
         r = request(shape, dtype, Grid(-8, 7))
-        n, want = r.x.numel(), results(reference, r)
-        rooms = torch.full((2, guard + n + 1 + guard), 99.0, dtype=dtype)
-        y, dx = (room[guard + 1 : guard + 1 + n].view(shape) for room in rooms)  # off 16 bytes by an element
-        room = torch.full((guard + 2 * shape[1] + guard,), 99.0, dtype=r.scale.dtype)
-        sums = room[guard : guard + 2 * shape[1]].view(2, -1)
+        want = results(reference, r)
+        rooms = [cases.guarded(r.x.numel(), dtype, dtype.itemsize) for _ in range(2)]  # off 16 bytes by an element
+        rooms.append(cases.guarded(2 * shape[1], r.scale.dtype))
+        y, dx, sums = (buffer.view(to) for (_, buffer), to in zip(rooms, (shape, shape, (2, -1)), strict=True))
         cpu.fake_quantize(r.grid, r.x, r.scale, r.shift, y)
         cpu.fake_quantize_grad(r.grid, FakeGradients(r.x, r.grad, r.scale, r.shift, dx, sums), 0.37)
         cases.assert_same(y, want["y"])
         cases.assert_same(dx, want["dx"])
-        around = torch.cat((rooms[:, : guard + 1], rooms[:, guard + 1 + n :]), 1)
-        assert (around == 99).all()
-        assert (room[:guard] == 99).all()
-        assert (room[-guard:] == 99).all()
+        for room, buffer in rooms:
+            cases.assert_untouched(room, buffer, f"{shape} {dtype}")
 
 
 # --- the formulas, written out ----------------------------------------------------------------------------------------
@@ -539,8 +535,8 @@ def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message:
 
 
 @pytest.mark.parametrize("backend", cases.SERVING)
-@pytest.mark.parametrize("rows", [4, 0])
-@pytest.mark.parametrize("value", [-0.5, 0.0, 2.0**-140, math.nan, math.inf, -math.inf])
+@over("rows", [4, 0])
+@over("value", [-0.5, 0.0, 2.0**-140, math.nan, math.inf, -math.inf])
 def test_a_scale_that_is_none_is_named(value: float, rows: int, backend: str) -> None:
     message = (
         rf"a scale and its inverse must be positive and finite, got {value:g} \(channel 2\); lower the learning rate"
@@ -597,33 +593,27 @@ def calls(draw: st.DrawFn) -> Asked:
 @needs_cpu
 @generated(150)
 @given(calls())
-def test_the_op_is_the_same_on_every_backend(call: Asked) -> None:
+def test_any_call_is_the_same_on_every_backend_and_right(call: Asked) -> None:
+    """y lies on the grid, half a step from x where x is in range; on the grid already, it stays; dx is g or nothing."""
     with use_backend("reference"):
         want = call.answer()
     with use_backend("cpu"):
         got = call.answer()
+        again = Asked(got[0], call.grad, call.scale, call.shift, call.how, call.kind).answer()[0]
     for mine, theirs, what in zip(got[:2], want[:2], ("y", "dx"), strict=True):
         cases.assert_same(mine, theirs, what)
         assert mine.stride() == theirs.stride()
+    low, high = call.how["quant_min"], call.how["quant_max"]
     unit = torch.finfo(compute_of(call.x.dtype)).eps / 2
-    size = call.grad.double().abs().sum() * 2 * (call.how["quant_max"] - call.how["quant_min"])
+    size = call.grad.double().abs().sum() * 2 * (high - low)
     n = max(call.x.numel() // max(call.scale.numel(), 1), 1)
     for mine, theirs in zip(got[2:], want[2:], strict=True):
         reach = size * max(1.0, call.scale.max().item() if call.scale.numel() else 0.0)
         assert ((mine.double() - theirs.double()).abs() <= (additions("cpu", n) + 3) * unit * reach).all()
-
-
-@generated(150)
-@given(calls(), st.sampled_from(cases.SERVING))
-def test_what_holds_of_any_fake_quantization(call: Asked, backend: str) -> None:
-    """y lies on the grid, half a step from x where x is in range; on the grid already, it stays; dx is g or nothing."""
-    with use_backend(backend):
-        y, dx, *_ = call.answer()
-        again = Asked(y, call.grad, call.scale, call.shift, call.how, call.kind).answer()[0]
+    y, dx = got[:2]
     assert (y.shape, y.dtype, dx.dtype) == (call.x.shape, call.x.dtype, call.x.dtype)
     assert ((dx == call.grad) | (dx == 0)).all()
     s, shift = (spread_over(call, t) for t in (call.scale, call.shift))
-    low, high = call.how["quant_min"], call.how["quant_max"]
     z = shift.round().clamp(low, high) if call.kind == "zero_point" else 0.0
     b = shift if call.kind == "offset" else 0.0
     x, y = call.x.double(), y.double()

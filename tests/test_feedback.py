@@ -1,12 +1,9 @@
-"""What ranks remember: memories, ledgers, classic feedback and EF21 over ranks simulated in one process.
+"""What ranks remember: ledgers, whether wires are finite, and what classic feedback and EF21 send and keep.
 
-The simulation runs the reducers of `thinwire.collectives` themselves; only the link between ranks is made up.
+tests/test_ddp_feedback.py and tests/test_fsdp_values.py follow what real ranks owe each other.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,20 +12,13 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import CPU, assert_same, generated, over, seeded
-from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
-from thinwire.collectives import lane as lane_module, sums
-from thinwire.collectives.chunks import Chunking, Desk, Flat
-from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.operations import AllReduce, CallContext
-from thinwire.collectives.plan import CallPlan, with_scratch
-from thinwire.collectives.sums import OneShot, TwoPhase
-from thinwire.collectives.transport import Transport
+from cases import CPU, assert_same, by_turns, generated, on_ranks, over, seeded
+from replicas import PAIR, Given, Group, backward, draw, flat, residuals, wrap
+from thinwire import Codec, CodecError, Identity, compress_ddp
 from thinwire.feedback import EF21, Classic, Gaps, Ledger, Piece, deal
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = over("dtype", DTYPES)
-Bounds = tuple[int, int]
 
 
 def normal(n: int, *seeds: int) -> Tensor:
@@ -46,11 +36,7 @@ def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).float()
 
 
-def spans_of(edges: Sequence[int]) -> list[Bounds]:
-    return list(itertools.pairwise(edges))
-
-
-# --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
+# --- whether wires are finite -----------------------------------------------------------------------------------------
 @generated(70)
 @given(
     codec=st.sampled_from(cases.CODECS),
@@ -73,21 +59,14 @@ def test_all_finite_is_what_decoding_says(
     if dtype == torch.float64 and kind == "huge" and n:
         xs[0][n // 2] = 1e300  # finite, for the identity alone
     wires_WN = cases.wires_of(codec, xs)
-    if apart:  # rows of a wider matrix, as lanes are
+    if apart:  # rows of a wider matrix, as lanes are, at any address
         wide = torch.full((world, wires_WN.shape[1] + 48), cases.GARBAGE, dtype=torch.uint8)
-        wide[:, 16:-32] = wires_WN
-        wires_WN = wide[:, 16:-32]
+        wide[:, 17:-31] = wires_WN
+        wires_WN = wide[:, 17:-31]
     out = dtype if isinstance(codec, Identity) else torch.float32
     decoded = torch.stack([cases.decoded(codec, wire, n, out) for wire in wires_WN])
     got = codec.all_finite(wires_WN, n, dtype)
     assert (got.shape, got.dtype, bool(got)) == ((), torch.bool, bool(decoded.isfinite().all()))
-
-
-@over("codec", cases.ONE_OF_EACH)
-def test_all_finite_reads_a_wire_wherever_it_starts(codec: Codec) -> None:
-    room = torch.empty(codec.wire_bytes(300) + 1, dtype=torch.uint8)
-    codec.encode(normal(300), room[1:])
-    assert codec.all_finite(room[1:][None], 300)
 
 
 @over("codec", cases.BLOCKED)
@@ -108,9 +87,9 @@ SIZES = {"a": 3, "b": 0, "c": 129, "d": 1, "e": 40, "f": 300}
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> list[list[Piece]]:
-    """Lanes of all parameters, in any order, with gaps between."""
+    """Lanes of some parameters, in any order, with gaps between."""
     lanes: list[list[Piece]] = [[]]
-    for name in draw(st.permutations(sorted(SIZES))):
+    for name in draw(st.permutations(sorted(SIZES)))[: draw(st.integers(1, len(SIZES)))]:
         if lanes[-1] and draw(st.booleans()):
             lanes.append([])
         if lanes[-1] and draw(st.booleans()):
@@ -119,13 +98,17 @@ def arrangements(draw: st.DrawFn) -> list[list[Piece]]:
     return lanes
 
 
-def lanes_of(text: str) -> list[list[Piece]]:
-    """Lanes of the parameters that a text names; a dash is a gap."""
-    return [[Piece(None, 7) if c == "-" else Piece(c, SIZES[c]) for c in word] for word in text.split()]
+orders = st.lists(arrangements(), min_size=1, max_size=3).flatmap(
+    lambda some: st.lists(st.sampled_from(some), max_size=6)
+)
 
 
-def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]]) -> None:
-    """Write every lane of every step and follow every parameter."""
+@generated(60)
+@given(dtype=st.sampled_from(DTYPES), steps=orders)
+def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
+    dtype: torch.dtype, steps: list[list[list[Piece]]]
+) -> None:
+    """Lanes come back, and parameters that have no feedback for some steps; every lane of every step is written."""
     ledger, model = Ledger(dtype), dict[str, Tensor]()
     for turn, lanes in enumerate(steps):
         memories = [ledger.lane(pieces, CPU) for pieces in lanes]
@@ -148,24 +131,6 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
     for name, values in ledger.read().items():
         assert_same(values.float(), model.pop(name), f"{name} in the end")
     assert not model, "parameters were forgotten"
-
-
-@generated(40)
-@given(dtype=st.sampled_from(DTYPES), steps=st.lists(arrangements(), min_size=1, max_size=5))
-def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
-    dtype: torch.dtype, steps: list[list[list[Piece]]]
-) -> None:
-    check_ledger(dtype, steps)
-
-
-@generated(40)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    steps=st.lists(st.sampled_from(["ac def", "ac ef", "a-c", "c", "c-f ae", "fedcba", "f a"]), max_size=6),
-)
-def test_a_ledger_forgets_nobody_who_is_away_for_a_while(dtype: torch.dtype, steps: list[str]) -> None:
-    """Steps that have no feedback for some parameters, and lanes that come back."""
-    check_ledger(dtype, [lanes_of(text) for text in steps])
 
 
 def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
@@ -257,292 +222,73 @@ def test_deal_gives_everything_to_somebody_once(world: int, new_world: int) -> N
     assert small[0]["p"].item() == 1, "what was given stays as it was"
 
 
-# --- feedback over ranks in one process -------------------------------------------------------------------------------
-class Link(Transport):
-    """One rank's end of a group that lives in one process."""
-
-    def __init__(self, rank: int, world: int, post: dict[tuple[int, int, int], Tensor]) -> None:
-        self.rank = rank
-        self.world = world
-        self.sent = 0
-        self.received = 0
-        self._post = post  # what is under way, by sender, receiver and tag
-
-    def exchange(self, sends: Any, receives: Any, tag: int) -> Any:
-        for peer, part in sends:
-            assert (self.rank, peer, tag) not in self._post
-            self._post[self.rank, peer, tag] = part.clone()
-        return [_Arrival(self._post, (peer, self.rank, tag), part) for peer, part in receives]
+# --- classic feedback and EF21 ----------------------------------------------------------------------------------------
+KEPT = torch.arange(1.0, 10.0)
+PIECES = [Piece("a", 2), Piece(None, 3), Piece("b", 4)]
+NAMED = torch.tensor([piece.name is not None for piece in PIECES for _ in range(piece.numel)])
 
 
-@dataclass
-class _Arrival:
-    post: dict[tuple[int, int, int], Tensor]
-    key: tuple[int, int, int]
-    part: Tensor
-
-    def wait(self) -> None:
-        self.part.copy_(self.post.pop(self.key))
-
-
-def together(steps: Sequence[Iterator[Any]]) -> None:
-    """Run the ranks' coroutines side by side: a message arrives once all have sent theirs."""
-    running = list(steps)
-    while running:
-        moving = [(rank, awaited) for rank in running if (awaited := next(rank, None)) is not None]
-        for _, awaited in moving:
-            for message in awaited:
-                message.wait()
-        running = [rank for rank, _ in moving]
+def carries(world: float = 2.0) -> list[tuple[Any, list[Tensor]]]:
+    """Of both kinds, with their memories."""
+    (error, _), (sent, mean) = memories = [[KEPT.clone(), KEPT.clone()] for _ in range(2)]
+    return [
+        (Classic(error, world, Gaps(PIECES)), memories[0][:1]),
+        (EF21(sent, mean, world, Gaps(PIECES)), memories[1]),
+    ]
 
 
-class Grid:
-    """A lossy codec by element: multiples of a step, towards zero. Exact arithmetic, and no rotation to hide behind."""
-
-    inputs = (torch.float32,)
-    unit = 1
-
-    def __init__(self, step: float = 1.0) -> None:
-        self.step = step
-
-    def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        return 16 + -(-4 * numel // 16) * 16
-
-    def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
-        assert x.dtype == torch.float32
-        whole = x if residual is None else x + residual
-        decoded = (whole / self.step).trunc() * self.step
-        wire[: x.nbytes].view(torch.float32).copy_(decoded)
-        if residual is not None:
-            residual.copy_(torch.where(decoded.isfinite(), whole - decoded, residual))
-
-    def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
-        self.decode_sum(wire[None], out, scale=scale)
-
-    def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
-        total = sum(wire[: 4 * out.numel()].view(torch.float32) for wire in wires_WN)
-        out.copy_(total * scale)
-
-    def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return wires_WN[:, : 4 * numel].clone().view(torch.float32).isfinite().all()
+@over("span", [(0, 9), (1, 4), (3, 8), (5, 9)])
+def test_a_message_has_what_is_owed_and_nothing_of_a_gap(span: tuple[int, int]) -> None:
+    x, part = torch.full((span[1] - span[0],), 5.0), slice(*span)
+    owed = torch.where(NAMED, 2 * KEPT, 0)[part]
+    sent = torch.where(NAMED[part], x, 0)
+    for (carry, _), want in zip(carries(), (sent + owed, sent - owed), strict=True):
+        out = torch.full_like(x, math.nan)
+        carry.compensate(span, x, out)
+        assert_same(out, want)
+    (classic, _), (ef21, _) = carries()
+    for out in (x.clone(), torch.full_like(x, math.nan)):  # in place or not
+        assert_same(classic.owed(span, x, out), owed)
+        assert_same(out, sent)
+    assert ef21.owed(span, x, x) is None
 
 
-class Ranks:
-    """Ranks that average one lane again and again, with feedback."""
-
-    def __init__(
-        self,
-        kind: str,
-        world: int,
-        codec: Any,
-        reducer: str,
-        pieces: Sequence[Piece],
-        *,
-        dtype: torch.dtype = torch.float32,
-        chunk: int | None = None,
-    ) -> None:
-        self.world = world
-        self.codec = codec
-        self.numel = sum(piece.numel for piece in pieces)
-        self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
-        self.chunking = Chunking(self.numel, chunk or max(self.numel, 1))
-        self.memories = [torch.zeros(self.numel, dtype=dtype) for _ in range(world)]
-        self.means = [torch.zeros(self.numel) for _ in range(world)]
-        gaps = Gaps(pieces)
-        self.carries: list[Classic | EF21] = [
-            Classic(memory, world, gaps) if kind == "classic" else EF21(memory, mean, world, gaps)
-            for memory, mean in zip(self.memories, self.means, strict=True)
-        ]
-        self.finite: list[Any] = []
-        self.step = 0
-
-    @property
-    def owed(self) -> Tensor:
-        """The sum over ranks of what they remember."""
-        return torch.stack([memory.float() for memory in self.memories]).sum(0)
-
-    def average(self, xs: Sequence[Tensor]) -> Tensor:
-        """The average of xs, one a rank, which all ranks agree on; xs stay as they are."""
-        return message([self], [xs])[0]
-
-    def lane(self, rank: int, out: Tensor) -> Lane:
-        """One rank's lane of a message."""
-        on_finite = self.finite.append if rank == 0 else None
-        spec = LaneSpec(self.numel, self.codec, self.codec, "classic", out.dtype, chunking=self.chunking)
-        return Lane(spec, Flat([out]), self.carries[rank], None, on_finite)
+@over("fine", [True, False, torch.tensor(True), torch.tensor(False)])
+def test_memories_change_with_chunks_that_are_finite(fine: bool | Tensor) -> None:
+    """On a GPU that is a tensor: nobody waits to know."""
+    after = [[3.0, 3.0, 3.0, 5.0, 5.0], [4.0, 5.0, 6.0, 17.0, 18.0]]  # errors; or sums of what was read
+    for (carry, memories), want in zip(carries(), after, strict=True):
+        x = torch.full((4,), 2.0)
+        carry.keep((0, 3), torch.full((3,), 6.0), 0.5, fine)
+        carry.keep_local((3, 5), torch.full((2,), 9.0), torch.full((2,), 4.0), fine)
+        carry.result((5, 9), x, fine)
+        assert_same(memories[0], torch.cat((torch.tensor(want), KEPT[5:])) if fine else KEPT)
+        if len(memories) > 1:
+            assert_same(x, KEPT[5:] + 2)
+            assert_same(memories[1], torch.cat((KEPT[:5], x)) if fine else KEPT)
 
 
-def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The averages of several lanes that travel as one message, in as many chunks as the longest has."""
-    post: dict[tuple[int, int, int], Tensor] = {}
-    world, reducer, step = lanes[0].world, lanes[0].reducer, lanes[0].step
-    outs = [[x.clone() for x in row] for row in xs]
-    operations = []
-    for rank in range(world):
-        reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
-        made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        plan = CallPlan("", [lane.spec for lane in made], reducer=reduce)
-        nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
-        context = CallContext(reduce.transport, step, (0,), nbytes, nbytes)
-        operations.append(AllReduce(context, made, reduce, 1.0 / world))
-    for index in range(operations[0].num_chunks):
-        together([op.chunk(index, Desk(torch.empty(op.chunk_bytes, dtype=torch.uint8))) for op in operations])
-    assert not post, "every message was taken"
-    for row in outs:
-        for out in row[1:]:
-            assert_same(out, row[0], "another rank")
-    for lane in lanes:
-        lane.step += 1
-    return [row[0] for row in outs]
+def test_sums_and_what_they_lose() -> None:
+    """Of an own part that is added in full to what the others sent."""
+    for (carry, _), want in zip(carries(), (14.0, 3.0 - 14.0), strict=True):
+        own, total = torch.full((3,), 6.0), torch.full((3,), 11.0)
+        carry.reduced(own, total, 0.5)
+        assert_same(total, torch.full((3,), 14.0))
+        assert_same(own, torch.full((3,), want))
+    for (carry, _), want in zip(carries(), (-2.0, 8.0), strict=True):
+        message = torch.full((3,), 6.0)
+        carry.sent(message, torch.full((3,), 8.0))
+        assert_same(message, torch.full((3,), want))
 
 
-def one(numel: int) -> list[Piece]:
-    return [Piece("p", numel)]
-
-
-each_reducer = pytest.mark.parametrize("reducer", ["one_shot", "two_phase"])
-each_kind = pytest.mark.parametrize("kind", ["classic", "ef21"])
-LOSSY: list[Any] = [Grid(0.25), Grid(4.0), Lloyd(1, 64), Lloyd(2, 64), BlockInt(3, 32), BlockInt(4, 40, "affine")]
-
-
-@each_reducer
-@pytest.mark.parametrize("world", [2, 4])
-def test_classic_feedback_owes_exactly_what_was_not_received(reducer: str, world: int) -> None:
-    """Numbers and codec are such that fp32 rounds nothing."""
-    ranks = Ranks("classic", world, Grid(1.0), reducer, one(37), chunk=16)
-    meant = received = torch.zeros(37)
-    for turn in range(12):
-        xs = [dyadic(37, turn, rank) for rank in range(world)]
-        meant = meant + torch.stack(xs).sum(0) / world
-        received = received + ranks.average(xs)
-        assert torch.equal(received + ranks.owed, meant)
-    assert ranks.owed.any(), "the codec loses something"
-    assert (ranks.owed.abs() <= 2.0).all(), "what is owed does not grow"
-
-
-@generated(25)
-@given(
-    world=st.integers(2, 5),
-    reducer=st.sampled_from(["one_shot", "two_phase"]),
-    kind=st.sampled_from(["classic", "ef21"]),
-    codec=st.sampled_from(LOSSY),
-    numel=st.sampled_from([1, 2, 3, 5, 64, 65, 300]),  # fewer than ranks: some have no shard
-    chunk=st.sampled_from([None, 64, 100]),
-)
-def test_nothing_is_lost_for_good(
-    world: int, reducer: str, kind: str, codec: Any, numel: int, chunk: int | None
-) -> None:
-    """Classic: received + owed = meant. EF21: what the ranks say they sent is what all received."""
-    ranks = Ranks(kind, world, codec, reducer, one(numel), chunk=chunk)
-    meant = received = torch.zeros(numel, dtype=torch.float64)
-    size = torch.zeros(numel, dtype=torch.float64)
-    turns = 5
-    for turn in range(turns):
-        xs = [normal(numel, turn, rank) for rank in range(world)]
-        result = ranks.average(xs)
-        meant = meant + torch.stack(xs).double().mean(0)
-        received = received + result.double()
-        remembered = torch.stack(ranks.memories).abs().sum(0).double()
-        size = torch.maximum(size, world * remembered + torch.stack(xs).abs().sum(0) + result.abs())
-    # A number goes through fewer than 16 roundings a step and rank, none of anything larger than `size`.
-    bound = 16 * turns * world * cases.ROUND * size
-    if kind == "classic":
-        assert ((received + ranks.owed - meant).abs() <= bound).all()
-    else:
-        assert ((ranks.owed - ranks.means[0]).abs() <= bound).all()
-        assert_same(result, ranks.means[0])
-        for mean in ranks.means[1:]:
-            assert_same(mean, ranks.means[0], "another rank's mean")
-
-
-@each_kind
-@each_reducer
-@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False)])
-def test_a_chunk_that_is_not_finite_changes_no_memory(
-    kind: str, reducer: str, world: int, as_tensor: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if as_tensor:  # as on a GPU, where nobody waits to know
-        check = lane_module.check_finite
-        for module in (lane_module, sums):
-            monkeypatch.setattr(module, "check_finite", lambda *told: torch.tensor(bool(check(*told))))
-    n, chunk = 200, 64
-    for codec in (Lloyd(2, 32), Cast("bf16")):
-        ranks = Ranks(kind, world, codec, reducer, one(n), chunk=chunk)
-        ranks.average([normal(n, rank) for rank in range(world)])
-        for turn, value in enumerate((math.nan, -math.inf)):
-            before = [memory.clone() for memory in (*ranks.memories, *ranks.means)]
-            xs = [normal(n, rank, turn) for rank in range(world)]
-            place = 70 + 50 * turn
-            xs[turn % world][place] = value
-            ranks.finite.clear()
-            result = ranks.average(xs)
-            bad = torch.zeros(n, dtype=torch.bool)
-            bad[place // chunk * chunk : (place // chunk + 1) * chunk] = True
-            for memory, old in zip((*ranks.memories, *ranks.means), before, strict=True):
-                assert_same(memory[bad], old[bad], "the chunk that is not finite")
-                assert memory is ranks.means[0] or memory.isfinite().all()
-            for memory, old in zip(ranks.memories, before, strict=False):
-                assert not torch.equal(memory[~bad], old[~bad])
-            assert not result[place].isfinite(), "whoever looks at the result sees it"
-            assert result[~bad].isfinite().all()
-            assert [bool(fine) for fine in ranks.finite] == [i != place // chunk for i in range(4)]
-        after = ranks.average([normal(n, rank) for rank in range(world)])
-        assert after.isfinite().all()
-
-
-@each_reducer
-def test_lanes_of_one_message_do_not_meet(reducer: str) -> None:
-    """Each is what it would be alone, whatever the others' length, chunks and feedback."""
-    world = 4
-    kinds = [("classic", 300, 64), ("ef21", 70, 64), ("classic", 3, 10), ("ef21", 0, 10), ("ef21", 130, 200)]
-    mixed, alone = ([Ranks(k, world, Grid(0.5), reducer, one(n), chunk=c) for k, n, c in kinds] for _ in range(2))
-    for turn in range(3):
-        xs = [[dyadic(lane.numel, turn, i, rank) for rank in range(world)] for i, lane in enumerate(mixed)]
-        for got, lane, row in zip(message(mixed, xs), alone, xs, strict=True):
-            assert_same(got, lane.average(row))
-        for one_, other in zip(mixed, alone, strict=True):
-            assert_same(one_.owed, other.owed)
-
-
-@each_reducer
-def test_a_chunk_is_fine_if_all_its_lanes_are(reducer: str) -> None:
-    lanes = [Ranks("classic", 2, Grid(0.5), reducer, one(n), chunk=10) for n in (30, 10)]
-    xs = [[normal(lane.numel, rank) for rank in range(2)] for lane in lanes]
-    xs[1][1][3] = math.inf
-    message(lanes, xs)
-    assert [bool(fine) for fine in lanes[0].finite] == [False, True, True]
-    assert not lanes[0].owed[:10].any()
-    assert lanes[0].owed[10:].any()
-    assert not lanes[1].owed.any()
-
-
-@each_kind
-@each_reducer
-@pytest.mark.parametrize("world", [2, 5])
-def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int) -> None:
-    """Whatever stands in a gap is sent as zeros, and nothing that happened to it is remembered."""
-    pieces = [Piece("a", 5), Piece(None, 7), Piece("b", 9), Piece(None, 1), Piece("c", 30)]
-    named = torch.cat([torch.full((p.numel,), p.name is not None) for p in pieces])
-    bridged = Ranks(kind, world, Grid(0.5), reducer, pieces)
-    zeros = Ranks(kind, world, Grid(0.5), reducer, one(named.numel()))
-    for turn in range(4):
-        xs = [normal(named.numel(), turn, rank) for rank in range(world)]
-        got, want = bridged.average(xs), zeros.average([x * named for x in xs])
-        assert torch.equal(got[named], want[named])
-        assert (got[~named] == 0).all()
-        for memory in bridged.memories:
-            memory.copy_(torch.where(named, memory, 1e9))  # as a rotation may leave
-
-
-@each_kind
-@each_reducer
-@over("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dtype: torch.dtype) -> None:
+@by_turns("dtype, feedback, world", [torch.bfloat16, torch.float16, torch.float64], ["classic", "ef21"], [2, 3])
+@on_ranks()
+def test_feedback_of_other_gradients_is_kept_in_fp32(group: Group, dtype: torch.dtype, feedback: Any) -> None:
     """The result is rounded to the gradients' dtype, what is remembered is not."""
-    world, n = 2, 96
-    ranks, wide = (Ranks(kind, world, Lloyd(2, 32), reducer, one(n), chunk=40) for _ in range(2))
-    for turn in range(3):
-        xs = [normal(n, turn, rank).to(dtype) for rank in range(world)]
-        assert_same(ranks.average(xs), wide.average([x.float() for x in xs]).to(dtype))
-        for memory, other in zip(ranks.memories, wide.memories, strict=True):
-            assert_same(memory, other)
+    narrow, wide = (wrap(Given(PAIR, each), group, 1 << 10) for each in (dtype, torch.float32))  # one bucket
+    handles = [compress_ddp(model, "lloyd2", feedback=feedback, algorithm="two_phase") for model in (narrow, wide)]
+    for step in range(3):
+        given_ = draw(group.rank(), step, PAIR, dtype)
+        got, want = backward(narrow, given_), backward(wide, [g.float() for g in given_])
+        assert_same(flat(got), flat(want).to(dtype))
+        assert_same(*(residuals(handle, PAIR) for handle in handles))

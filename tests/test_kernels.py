@@ -186,37 +186,24 @@ def test_sixty_four_wires(codec: Codec, place: Place) -> None:
 
 
 # --- any address ------------------------------------------------------------------------------------------------------
-@each_place
-@one_of_each
-def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, place: Place) -> None:
-    n = 1000
-    with use_backend("reference"):
-        rows = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
-        sums_of = {world: cases.summed(codec, rows[:world], n) for world in (1, 2, 3)}
-    spread = torch.zeros(3 * (rows.shape[1] + 37), dtype=torch.uint8, device=place.device)
-    wires_WN = spread.as_strided(tuple(rows.shape), (rows.shape[1] + 36, 1), 1)
-    odd_WN = spread.new_zeros(spread.numel()).as_strided(tuple(rows.shape), (rows.shape[1] + 35, 1), 1)
-    for matrix in (wires_WN, odd_WN):
-        matrix.copy_(rows)
-        for world in (1, 3) if place.device == cases.CPU else (1, 2):
-            for name in ("reference", place.backend):
-                with use_backend(name):
-                    got = cases.summed(codec, matrix[:world], n).cpu()
-                cases.assert_same(got, sums_of[world], f"{name}, world {world}")
-
-
 def at_odd_addresses(codec: Codec, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
-    """Every operation with all its tensors off the start of their memory: an element, or a byte of a wire."""
+    """Every operation with all its tensors off the start of their memory: an element, or a byte of a wire.
+
+    Wires lie apart, each at another odd address.
+    """
     n, nbytes, x = x.numel(), wires_WN.shape[1], cases.shifted(x)
     carried = cases.shifted(residual)
     wire, with_carry, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(3))
     codec.encode(x, wire, step=1)
     codec.encode(x, with_carry, step=1, residual=carried)
-    odd_WN = cases.shifted(wires_WN.reshape(-1)).view(-1, nbytes)
-    out = cases.shifted(torch.full_like(x, torch.nan))
+    odd_WN = wires_WN.new_zeros(len(wires_WN) * (nbytes + 36)).as_strided(wires_WN.shape, (nbytes + 35, 1), 1)
+    odd_WN.copy_(wires_WN)
+    out, alone = (cases.shifted(torch.full_like(x, torch.nan)) for _ in range(2))
     codec.decode_sum(odd_WN, out, scale=0.5)
+    codec.decode(odd_WN[1], alone)
     codec.recode(odd_WN, recoded, n, scale=0.5, step=1, dtype=x.dtype)
-    return {"wire": wire, "with carry": with_carry, "residual": carried, "sum": out, "recoded": recoded}
+    results = {"wire": wire, "with carry": with_carry, "residual": carried}
+    return {**results, "sum": out, "decoded": alone, "recoded": recoded}
 
 
 @each_place

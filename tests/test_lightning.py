@@ -66,9 +66,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "ddp": Case(Way()),
-    "accumulation": Case(Way({"accumulate_grad_batches": 2}), accumulated=2),
-    "bf16-mixed": Case(Way({"precision": "bf16-mixed"})),
+    "accumulation, bf16-mixed": Case(Way({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}), accumulated=2),
     "manual optimisation": Case(Way(module={"manual": True})),
     "fsdp2, accumulation": Case(
         FSDP2._replace(trainer={"accumulate_grad_batches": 2}), accumulated=2, travels=2, ratio=3.2
@@ -113,7 +111,6 @@ def test_weights_travel_compressed(pair: World) -> None:
 LLOYD2 = {"codec": "lloyd2"}
 RESUMED = {
     "ddp, ef21": (Way(module={"optimizer": "adam"}), {**LLOYD2, "feedback": "ef21"}),
-    "ddp, classic": (Way(), LLOYD2),
     "fsdp2": (FSDP2._replace(strategy={"save_distributed_checkpoint": False}), {**LLOYD2, "feedback": "classic"}),
     "fsdp2, sharded file": (FSDP2, {**LLOYD2, "feedback": "classic", "weights": "lloyd4", "replica": True}),
 }
@@ -125,7 +122,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 ) -> None:
     for found in pair.run(rank, "resume", way, compress, tmp_path):
         assert_same(found["resumed"], found["at once"])
-        assert not torch.equal(found["without its state"], found["at once"])
         first, second = (found["state"]["ranks"][k]["net.0.weight"] for k in "01")
         assert first.any()
         assert not torch.equal(first, second)
@@ -169,13 +165,10 @@ def test_a_state_that_cannot_be_gathered_does_not_stop_a_checkpoint(pair: World,
 
 def test_fit_after_fit(pair: World) -> None:
     """Twice by one Trainer, then by another."""
-    found = zip(pair.run(rank, "again", None), pair.run(rank, "again", {"codec": "none"}), strict=True)
-    for plain, none in found:
-        for (want, _), (got, _) in zip(plain, none, strict=True):
+    for plain, none in zip(pair.run(rank, "again", False), pair.run(rank, "again", True), strict=True):
+        for (want, _), (got, stats) in zip(plain, none, strict=True):
             assert_same(got, want)
-    for coded in pair.run(rank, "again", {}):
-        assert [stats.steps for _, stats in coded] == [BATCHES] * 3
-        assert all(stats.ratio > 3 for _, stats in coded)
+            assert stats.steps == BATCHES
 
 
 def test_stats_go_to_the_loggers(pair: World, tmp_path: Path) -> None:

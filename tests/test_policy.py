@@ -219,25 +219,25 @@ def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006
     return str(auto.decide([*seconds, *errors, 0, 0, 0, 0], budget)[0])
 
 
+FAST = (1, 0.5, 0.25, 0.125)
+
+
 @pytest.mark.parametrize(
-    ("seconds", "want"),
+    ("seconds", "more", "want"),
     [
-        *(((1, 0.5, 0.25, 0.125), "lloyd4"), ((1, 0.5, 0.25, 0.26), "int8"), ((1, 0.5, 0.6, 0.7), "bf16")),
-        *(((1, 1.2, 1.1, 1.01), "none"), ((1, 1, 1, 1), "none"), ((1, 2, 2, 0.9), "lloyd4"), ((0, 0, 0, 0), "none")),
-        ((1, 0.98, 0.975, 0.971), "none"),  # noise
-        ((1, 0.98, 0.96, 0.94), "int8"),  # the last gains too little over int8
+        *((FAST, {}, "lloyd4"), ((1, 0.5, 0.25, 0.26), {}, "int8"), ((1, 0.5, 0.6, 0.7), {}, "bf16")),
+        *(((1, 1.2, 1.1, 1.01), {}, "none"), ((1, 2, 2, 0.9), {}, "lloyd4"), ((0, 0, 0, 0), {}, "none")),
+        ((1, 0.98, 0.975, 0.971), {}, "none"),  # noise
+        ((1, 0.98, 0.96, 0.94), {}, "int8"),  # the last gains too little over int8
+        *((FAST, {"budget": most}, want) for most, want in ((0.1, "lloyd4"), (0.09, "int8"), (1e-9, "none"))),
+        (FAST, {"errors": (0, 0, 0, math.nan)}, "int8"),  # an error that is not known is over the budget
+        (FAST, {"errors": (0, math.inf, math.nan, math.inf)}, "none"),
     ],
 )
-def test_the_fastest_that_gains_enough_is_chosen(seconds: tuple[float, ...], want: str) -> None:
-    assert decided(seconds) == want
-
-
-def test_nothing_over_the_error_budget_is_chosen() -> None:
-    fast = (1, 0.5, 0.25, 0.125)
-    for budget, want in ((0.15, "lloyd4"), (0.1, "lloyd4"), (0.09, "int8"), (0.003, "bf16"), (1e-9, "none")):
-        assert decided(fast, budget=budget) == want, budget
-    assert decided(fast, (0, 0, 0, math.nan)) == "int8", "an error that is not known is over the budget"
-    assert decided(fast, (0, math.inf, math.nan, math.inf)) == "none"
+def test_the_fastest_that_gains_enough_within_the_error_budget_is_chosen(
+    seconds: tuple[float, ...], more: dict[str, Any], want: str
+) -> None:
+    assert decided(seconds, **more) == want
 
 
 @generated(80)
@@ -510,38 +510,23 @@ def travels(made: Chooser, size: Size = WIDE, name: str = "p") -> tuple[str, str
     return str(spec.codec), spec.feedback
 
 
-def test_int8_travels_until_the_optimiser_is_known() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    made = decisions("lloyd2", optimizer=None, names={"p": parameter})
-    begin(made, 0)
-    assert (travels(made, THIN), travels(made)) == (("bf16", ""), ("int8", ""))
-    stranger = nn.Parameter(torch.ones(3))
-    stranger.grad, parameter.grad = torch.ones(3), torch.ones(3)
-    torch.optim.SGD([stranger]).step()
-    begin(made, 1)
-    assert travels(made) == ("int8", "")
-    torch.optim.Adam([stranger, parameter]).step()
-    torch.optim.SGD([parameter]).step()
-    begin(made, 2)
-    assert travels(made) == ("lloyd2", ""), "Adam's rule holds beside SGD"
-
-
-def test_every_parameter_waits_for_its_optimiser() -> None:
+def test_int8_travels_until_the_optimizer_of_every_parameter_is_known() -> None:
     """Muon steps matrices, AdamW the rest, perhaps later: what is right for one may hurt the other."""
-    matrix, rest = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
-    matrix.grad, rest.grad = torch.ones(3, 3), torch.ones(3)
+    matrix, rest, stranger = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter in (matrix, rest, stranger):
+        parameter.grad = torch.ones_like(parameter)
     made = decisions("lloyd2", optimizer=None, names={"m": matrix, "r": rest})
-    begin(made, 0)
-    assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
-    torch.optim.AdamW([rest]).step()
-    begin(made, 1)
-    assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
+    for step, optimizer in enumerate((None, torch.optim.SGD([stranger]), torch.optim.AdamW([rest, stranger]))):
+        if optimizer is not None:
+            optimizer.step()
+        begin(made, step)
+        assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
     torch.optim.Muon([matrix]).step()
-    begin(made, 2)
+    begin(made, 3)
     assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "classic")] * 2, "Muon's rule"
-    both = [torch.optim.Muon([matrix]), torch.optim.AdamW([rest])]
-    assert decisions("lloyd2", optimizer=both).agreed.family == "muon"
-    assert decisions("lloyd2", optimizer=both[1:]).agreed.family == "adaptive"
+    both = [torch.optim.Muon([matrix]), torch.optim.AdamW([rest]), torch.optim.SGD([stranger])]
+    families = [decisions("lloyd2", optimizer=some).agreed.family for some in (both, both[1:], both[2:])]
+    assert families == ["muon", "adaptive", "linear"]
 
 
 def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
@@ -637,16 +622,6 @@ def test_a_budget_is_dealt_after_the_first_step_and_again_by_plan() -> None:
     assert made.why == auto.counted({name: make(seen[-1][name]) for name in "abc"})
 
 
-def test_a_step_that_was_not_finite_deals_no_bits() -> None:
-    made = decisions("auto:2.5")
-    begin(made, 0)
-    travels(made, WIDE, "a")
-    for value in (math.nan, math.inf):
-        begin(made, 1, errors={"a": value})
-        assert travels(made, WIDE, "a")[0] == "lloyd2"
-        assert made.measuring, "looks again"
-
-
 def test_a_budget_with_nothing_to_choose_is_measured_once() -> None:
     made = decisions("auto:2.5", policy={"*": "int2"}, replan_every=50, measure_every=0)
     begin(made, 0)
@@ -655,15 +630,15 @@ def test_a_budget_with_nothing_to_choose_is_measured_once() -> None:
     assert not made.measuring
 
 
-@pytest.mark.parametrize("before", ["bf16", "int4", "int8:block=64", "e4m3"])
-def test_errors_of_another_codec_deal_no_bits(before: str) -> None:
+@over("before", ["bf16", "int4", "int8:block=64", "e4m3", math.nan, math.inf])
+def test_errors_of_another_codec_or_of_no_number_deal_no_bits(before: str | float) -> None:
     """A schedule that comes to a budget: what was measured before says nothing about its widths."""
-    made = decisions({0: before, 1: "auto:2.5"})
+    made = decisions({0: before, 1: "auto:2.5"} if isinstance(before, str) else "auto:2.5")
     begin(made, 0)
     travels(made, WIDE, "a")
-    begin(made, 1, errors={"a": 1.0})
+    begin(made, 1, errors={"a": 1.0 if isinstance(before, str) else before})
     assert travels(made, WIDE, "a")[0] == "lloyd2"
-    assert made.measuring
+    assert made.measuring, "looks again"
 
 
 @pytest.mark.parametrize("codec", ["lloyd2", "auto", "auto:2.5"])
@@ -752,24 +727,6 @@ def test_times_of_buckets_add_up() -> None:
     assert [tally.seconds[name] for name in names] == [3.0, 0.0, 3.0, 6.0]
 
 
-@generated(40)
-@given(chunks=st.integers(1, 5), two=st.booleans(), seed=st.integers(0, 99))
-def test_times_are_never_negative_nor_longer_than_the_whole(chunks: int, two: bool, seed: int) -> None:
-    """One thread: stages follow each other, chunks' stages in order."""
-    g, clock = random.Random(seed), 0.0
-    todo = [[0, 1, -1] if two else [0, -1] for _ in range(chunks)]
-    stages = []
-    while any(todo):
-        chunk = g.choice([c for c in todo if c])
-        clock += g.random()
-        stages.append((chunk.pop(0), clock, clock + 0.25))
-        clock += 0.25
-    tally = wire_seconds(stages)
-    work = tally.seconds["encode_s"] + tally.seconds["reduce_s"] + tally.seconds["decode_s"]
-    assert work == pytest.approx(0.25 * len(stages))
-    assert 0 <= tally.seconds["wire_s"] <= stages[-1][1] - stages[0][2] + 1e-9
-
-
 def test_a_watch_sums_squares_by_parameter() -> None:
     pieces = [Piece("a", 3), Piece(None, 2), Piece("b", 5), Piece("nothing", 0), Piece("c", 1)]
     watch = ErrorWatch(pieces, CPU)
@@ -817,9 +774,8 @@ def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
     assert errors.end_step() == 0.0
 
 
-@over("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@over("dtype", [torch.bfloat16, torch.float32])
 def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     """The squares of 1e-30 are zero in fp32."""
-    for size in (1.0, 1e-30) if dtype == torch.float32 else (1.0,):
-        (watch,) = measured(StepErrors(), (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * size).to(dtype)))
-        assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)
+    (watch,) = measured(StepErrors(), (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * 1e-30).to(dtype)))
+    assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)

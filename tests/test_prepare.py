@@ -33,7 +33,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(12, 8)
-        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
         self.norm = nn.LayerNorm(8)
         self.block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         self.head = nn.Linear(8, 12, bias=False)

@@ -175,9 +175,9 @@ SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 REMEMBERED: dict[str, Run] = {
     "ef21": Run({"codec": "lloyd2", "feedback": "ef21"}, SAVED),
-    "classic": Run({"codec": "lloyd2"}, {**SAVED, "optim": "sgd", "learning_rate": RATE}),
     "sharded": Run({"codec": "lloyd2", "feedback": "ef21", "weights": "int8"}, {**SAVED, **FSDP}, sharded=True),
 }
+CLASSIC = Run({"codec": "lloyd2"}, {**SAVED, "optim": "sgd", "learning_rate": RATE})
 
 
 def assert_goes_on(resumed: Found, whole: Found) -> None:
@@ -212,7 +212,7 @@ def lost(group: Group, run: Run) -> list[str]:
 
 def test_a_checkpoint_elsewhere_is_found_or_missed_aloud(ranks: RankPool) -> None:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        run = REMEMBERED["classic"]._replace(folder=first)
+        run = CLASSIC._replace(folder=first)
         whole, moved = ranks(2).run(train, run), f"{second}/moved"
         shutil.move(f"{first}/checkpoint-3", moved)
         other = run._replace(folder=f"{second}/run", resume=moved)
