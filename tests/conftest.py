@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
 
 import pytest
+import torch
 
 import beside
 from programs import Ended, Programs
@@ -31,8 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark of what runs with --thorough only."""
+    """Declare the mark of what runs with --thorough only, and take one thread: tests of threads ask for theirs."""
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
+    torch.set_num_threads(1)  # others would wait for their turn in every call: ranks and programs have the cores
     if config.option.reports_to:
         config.pluginmanager.register(beside.Reporter(config))
 
@@ -110,6 +112,13 @@ def program(request: pytest.FixtureRequest) -> Ended:
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """ranks(world).run(fn, *args) -> [fn(group, *args) on each rank]; see tests/ranks.py."""
     return request.config.stash[RANKS]
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    """For a test that sets the number of threads."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -236,15 +236,11 @@ def test_backends_refuse_the_same_wires() -> None:
                 assert_same_bits(other, first)
 
 
+@pytest.mark.usefixtures("restored_threads")
 def test_threads_write_the_same_bytes(served: None) -> None:
     base = weights((1 << 19) + 77, torch.bfloat16)
     new = moved(base, 1e-5)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = exact.encode(new, base)
-        torch.set_num_threads(2)
-        assert torch.equal(exact.encode(new, base), one)
-        assert_same_bits(exact.decode(one, base), new)
-    finally:
-        torch.set_num_threads(threads)
+    one = exact.encode(new, base)
+    torch.set_num_threads(2)
+    assert torch.equal(exact.encode(new, base), one)
+    assert_same_bits(exact.decode(one, base), new)

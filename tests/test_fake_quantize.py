@@ -198,13 +198,6 @@ def parts_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
     cpu._fake.cache_clear()
 
 
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_cpu
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 2, 5000), (300, 2, 1), (5, 130, 33)], ids=str)

@@ -224,9 +224,10 @@ def test_numbers_are_set_aside_and_put_back(place: Place, dtype: torch.dtype) ->
 
 
 @needs_cpu
-@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+@one_of_each
+@pytest.mark.usefixtures("restored_threads")
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, before = 3 * 2**13 + 4099, torch.get_num_threads()
+    n = 3 * 2**13 + 4099
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 2**13)
     x = cases.content("gaussian", n)
     x[2345] = torch.nan
@@ -247,12 +248,9 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
 
     results = []
     with use_backend("cpu"):
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                results.append(act())
-        finally:
-            torch.set_num_threads(before)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(act())
     assert set(used) == {1, 2, 3}
     for other in results[1:]:
         for what in other:
@@ -260,8 +258,10 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
 
 
 @each_place
+@pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("codec", [BlockInt(8), BlockInt(3, 40, "affine", "stochastic"), Lloyd(4)], ids=str)
 def test_callers_at_once(codec: Codec, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
     monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 2**15)
     n = 2**16 + 13
     xs = [cases.content("gaussian", n, seed=caller).to(place.device) for caller in range(4)]

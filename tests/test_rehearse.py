@@ -64,7 +64,6 @@ def trained_by_ranks(group: Group, kind: str, options: dict[str, Any], accumulat
 
 
 def rehearsed(world: int, kind: str, options: dict[str, Any], accumulate: int) -> tuple[list[Tensor], Any]:
-    torch.set_num_threads(1)  # as ranks have: more would add in another order
     model = network()
     optimizer = optimizer_of(kind, model)
     handle = thinwire.rehearse(model, world=world, accumulate=accumulate, optimizer=optimizer, **options)
