@@ -307,18 +307,8 @@ class ExactTables:
 def exact_head(tables: ExactTables, dtype: torch.dtype, lengths_K: Tensor, numel: int) -> Tensor:
     """The first bytes of a wire of exact differences, up to its blocks."""
     width = 2 if numel and int(lengths_K.max()) > 0xFF else 1
-    header = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        Kind.EXACT,
-        8 * dtype.itemsize,
-        EXACT_DTYPES.index(dtype),
-        width,
-        EXACT_BLOCK,
-        tables.top,
-        0,
-        numel,
-    )
+    bits, variant = 8 * dtype.itemsize, EXACT_DTYPES.index(dtype)
+    header = _HEADER.pack(MAGIC, VERSION, Kind.EXACT, bits, variant, width, EXACT_BLOCK, tables.top, 0, numel)
     head = torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
     lengths = lengths_K.cpu().to(torch.uint8) if width == 1 else lengths_K.cpu().to(torch.int16).view(torch.uint8)
     return torch.cat([head, lengths]).to(lengths_K.device)

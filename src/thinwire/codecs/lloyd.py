@@ -1,7 +1,7 @@
 """Rotation and Lloyd-Max levels: 1 to 4 bits at the error of a Gaussian source, whatever the data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,8 +26,11 @@ class Lloyd(Codec):
     scale: Literal["mmse", "unbiased"] = "mmse"  # unbiased => no shrinkage on average over steps, larger error
     seed: int = 0
 
+    kind: ClassVar[Kind] = Kind.LLOYD
+    most_bits: ClassVar[int] = 4
+
     def __post_init__(self) -> None:
-        check_bits(self.bits, 1, 4)
+        check_bits(self.bits, 1, self.most_bits)
         check_seed(self.seed)
         if not is_int(self.block) or self.block not in (32, 64, 128, 256, 512, 1024):
             raise CodecError(f"block must be a power of two from 32 to 1024, got {self.block!r}")
@@ -36,9 +39,9 @@ class Lloyd(Codec):
             raise CodecError(f"scale must be 'mmse' or 'unbiased', got {self.scale!r}")
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
-        """Lloyd-Max codes, whatever the input's dtype."""
+        """Codes of so many bits, whatever the input's dtype."""
         variant = LloydVariant.ROTATED if self.rotate else LloydVariant.PLAIN
-        return Encoding(Format(Kind.LLOYD, self.bits, variant, self.block), unbiased=self.scale == "unbiased")
+        return Encoding(Format(self.kind, self.bits, variant, self.block), unbiased=self.scale == "unbiased")
 
     def __str__(self) -> str:
-        return self._spell(f"lloyd{self.bits}", "block", "rotate", "scale", "seed")
+        return self._spell(f"{self.kind.name.lower()}{self.bits}", "block", "rotate", "scale", "seed")

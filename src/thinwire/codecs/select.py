@@ -20,8 +20,16 @@ from thinwire.kernels.schema import Encoding
 from thinwire.wire import IDENTITY_DTYPES
 
 
+class _Chooser(Codec):
+    inputs = IDENTITY_DTYPES
+
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """Always an error: a codec made of codecs has no encoding of its own."""
+        raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
+
+
 @dataclass(frozen=True)
-class BySize(Codec):
+class BySize(_Chooser):
     """`small` for tensors of fewer than `min_numel` elements or `min_ndim` dimensions, `large` for the others.
 
     min_ndim=2 exempts norms, biases and other 1-D parameters. Only `pick`, which knows the shape, looks at it; `encode`
@@ -32,8 +40,6 @@ class BySize(Codec):
     large: Codec = field(default_factory=BlockInt)
     min_numel: int = 4096  # larger => more tensors travel as `small`
     min_ndim: int = 0  # larger => tensors of fewer dimensions travel as `small`
-
-    inputs = IDENTITY_DTYPES
 
     def __post_init__(self) -> None:
         _check_leaf("small", self.small)
@@ -50,24 +56,18 @@ class BySize(Codec):
     def _sized(self, numel: int) -> Codec:
         return (self.small if numel < self.min_numel else self.large)._sized(numel)
 
-    def encoding(self, dtype: torch.dtype) -> Encoding:
-        """Always an error: a codec made of codecs has no encoding of its own."""
-        raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
-
     def __str__(self) -> str:
         return f"bysize(small={self.small}; large={self.large}; min_numel={self.min_numel}; min_ndim={self.min_ndim})"
 
 
 @dataclass(frozen=True)
-class ByName(Codec):
+class ByName(_Chooser):
     """The codec of the first pattern that matches the tensor's name; patterns are shell-style, the last must be "*".
 
     ByName({"*.bias": "bf16", "*norm*": "bf16", "*": "lloyd4"}), or the same as pairs.
     """
 
     rules: tuple[tuple[str, Codec], ...]
-
-    inputs = IDENTITY_DTYPES
 
     def __init__(self, rules: Mapping[str, Codec | str] | Sequence[tuple[str, Codec | str]]) -> None:
         from thinwire.codecs.registry import codec  # the registry knows this class too
@@ -92,10 +92,6 @@ class ByName(Codec):
 
     def _match(self, name: str) -> Codec:
         return next(c for pattern, c in self.rules if pattern == "*" or (name and fnmatchcase(name, pattern)))
-
-    def encoding(self, dtype: torch.dtype) -> Encoding:
-        """Always an error: a codec made of codecs has no encoding of its own."""
-        raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
 
     def __str__(self) -> str:
         return f"byname({'; '.join(f'{pattern}={c}' for pattern, c in self.rules)})"
