@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cases
 from cases import CPU, ROUND, Place, each_place, generated, over
-from thinwire import use_backend
+from thinwire import kernels, use_backend
 from thinwire.kernels import BACKENDS, Backend, FakeGradients, Grid, cpu, reference
 from thinwire.qat import fake_quantize, ops
 
@@ -116,7 +116,8 @@ def sums_bound(r: Request, factor: float, backend: str) -> Tensor:
 def assert_as_reference(place: Place, r: Request, factor: float = 0.37) -> dict[str, Tensor]:
     """Bytes of y and dx; sums within their bound, and NaN or infinite where the reference's are."""
     want = results(reference, r, factor)
-    got = results(BACKENDS[place.backend], r.to(place.device), factor)
+    with use_backend(place.backend):
+        got = results(kernels.select(place.device, r.x.dtype), r.to(place.device), factor)
     cases.assert_same(got["y"], want["y"], f"y of {tuple(r.x.shape)} {r.x.dtype} {r.grid}")
     cases.assert_same(got["dx"], want["dx"], f"dx of {tuple(r.x.shape)} {r.x.dtype} {r.grid}")
     for row in range(2 if r.shift is not None else 1):
@@ -248,7 +249,7 @@ def test_large_tensors_are_shared_by_threads(shape: tuple[int, int, int], monkey
 
 @needs_cpu
 def test_nothing_is_written_outside_the_buffers() -> None:
-    for shape, dtype in itertools.product(((1, 1, 77), (3, 7, 1), (9, 3, 5), (1, 5, 33)), DTYPES):
+    for shape, dtype in itertools.product(((1, 1, 77), (3, 7, 1), (9, 3, 5), (1, 5, 33)), DTYPES[:3]):
         r = request(shape, dtype, Grid(-8, 7))
         want = results(reference, r)
         rooms = [cases.guarded(r.x.numel(), dtype, dtype.itemsize) for _ in range(2)]  # off 16 bytes by an element

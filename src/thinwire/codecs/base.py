@@ -167,9 +167,7 @@ class _Recipe:
         step = operator.index(step)
         if not 0 <= step < 1 << 64:
             raise CodecError(f"step must be 0 .. 2**64 - 1, got {step}")
-        seed = self.codec.seed
-        rotation = hashing.key(seed, step, hashing.ROTATION) if self.how.format.rotated else 0
-        return rotation, hashing.key(seed, step, dither) if self.how.stochastic else 0
+        return self.how.keys(self.codec.seed, step, dither)
 
 
 def _recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:

@@ -111,8 +111,6 @@ put_back = reference.put_back
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:
     """out = y of `Grid`."""
-    if x_OCI.dtype == torch.float64:
-        return bool(reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI))
     job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
     shift = None if shift_C is None else shift_C.data_ptr()
     tensors = x_OCI.data_ptr(), scale_C.data_ptr(), shift, out_OCI.data_ptr()
@@ -121,9 +119,6 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`. Sums but those of doubles are the same for any number of threads."""
-    if of.x_OCI.dtype == torch.float64:
-        reference.fake_quantize_grad(grid, of, factor)
-        return
     job = _fake(grid, of.x_OCI.shape, of.x_OCI.dtype, torch.get_num_threads())
     slices = job.cuts_o * job.cuts_i
     partials = None if slices == 1 else torch.empty(slices, *of.scale_C.shape, 2, dtype=torch.float64)

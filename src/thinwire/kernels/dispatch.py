@@ -9,25 +9,26 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
 from thinwire.errors import BackendError
 from thinwire.kernels import cpu, reference, triton
 from thinwire.kernels.schema import Backend
-from thinwire.wire import Format, Kind
+from thinwire.wire import CastVariant, Format, Kind
 
 BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
 _requested = os.environ.get("THINWIRE_BACKEND", "auto")
 _said: set[str] = set()  # devices whose fallback to the reference was announced
 
 
-def select(device: torch.device, format: Format | None = None) -> Backend:
+def select(device: torch.device, what: Format | torch.dtype | None = None) -> Backend:
     """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run.
 
-    Wires of a format that the reference alone knows, and of doubles, are served by it everywhere.
+    what: the format of wires, or the dtype of numbers. The reference serves those that it alone knows everywhere.
     """
-    if format is not None and (format.kind == Kind.TOPK or format.bits == 64):
+    if what is not None and _needs_reference(what, device):
         return reference
     if _requested != "auto":
         return _named(_requested, device)
@@ -37,6 +38,16 @@ def select(device: torch.device, format: Format | None = None) -> Backend:
                 _say_once(device)
             return backend
     raise BackendError(f"no backend serves {device}: {_reasons(device)}")
+
+
+@lru_cache(maxsize=1024)
+def _needs_reference(what: Format | torch.dtype, device: torch.device) -> bool:
+    """Doubles, topk wires, and e4m3 on GPUs that lack it."""
+    if isinstance(what, torch.dtype):
+        return what == torch.float64
+    if what.kind == Kind.CAST and what.variant == CastVariant.E4M3 and device.type == "cuda":
+        return torch.cuda.get_device_capability(device) < (8, 9)
+    return what.kind == Kind.TOPK or what.bits == 64
 
 
 @contextlib.contextmanager

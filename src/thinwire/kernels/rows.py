@@ -70,7 +70,7 @@ def encoder(
     if fused is not None:
         made: Encode = fused.encoder(job, skip, by_row, first_row, feedback)
         return ranged("thinwire::encode")(made)
-    backend = dispatch.select(job.device)
+    backend = dispatch.select(job.device, job.how.format)
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         if wires.is_meta:
@@ -83,8 +83,7 @@ def encoder(
             part = x[begin:end] if feedback is None else _message(x, memory, feedback, begin, end)
             wire = _row(wires, job, row)[0]
             step = hashing.row_step(mixed, row * by_row + first_row)
-            rotation = _rotation(job, step)
-            dither = hashing.key(job.seed, step, hashing.DITHER) if job.how.stochastic else 0
+            rotation, dither = job.how.keys(job.seed, step, hashing.DITHER)
             backend.encode(job.how, part, wire, None, rotation=rotation, dither=dither)
             if feedback is not None and memory is not None:
                 read = _decoded(backend, job, wire[None], end - begin, rotation)
@@ -103,7 +102,7 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     if fused is not None and (own < 0 or fused.adds_own(job)):
         made: Recode = fused.recoder(job, row, world, scale, own, feedback)
         return ranged("thinwire::recode")(made)
-    backend = dispatch.select(job.device)
+    backend = dispatch.select(job.device, job.how.format)
     begin, end = job.rows.span(row)
     numel = end - begin
 
@@ -111,12 +110,12 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
         if wires.is_meta:
             return
         step = hashing.row_step(mixed, row)
-        rotation = _rotation(job, step)
         wires_WN = _row(wires, job, row, world)
         if x is None or own < 0:
-            dither = hashing.key(job.seed, step, hashing.DITHER_RECODE) if job.how.stochastic else 0
+            rotation, dither = job.how.keys(job.seed, step, hashing.DITHER_RECODE)
             backend.recode(job.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
             return
+        rotation, dither = job.how.keys(job.seed, step, hashing.DITHER)
         if own < world - 1:
             wires_WN[own].copy_(wires_WN[world - 1])
         total = _decoded(backend, job, wires_WN[: world - 1], numel, rotation, scale)
@@ -129,7 +128,6 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
                 memory.left[begin:end] = part - total
             else:
                 total.add_(part, alpha=scale)
-        dither = hashing.key(job.seed, step, hashing.DITHER) if job.how.stochastic else 0
         backend.encode(job.how, total, wire, None, rotation=rotation, dither=dither)
         if feedback is not None and memory is not None and feedback.mode == "classic":
             memory.left[begin:end] = total - _decoded(backend, job, wire[None], numel, rotation)
@@ -155,7 +153,7 @@ def decoder(
     if fused is not None:
         made: Decode = fused.decoder(job, world, scale, skip, own, share, feedback)
         return ranged("thinwire::decode")(made)
-    backend = dispatch.select(job.device)
+    backend = dispatch.select(job.device, job.how.format)
 
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
@@ -206,8 +204,8 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
 
 def _fused(job: RowJob) -> Any:
     """The launches of a backend that has them for this format."""
-    backend: Any = dispatch.select(job.device)
-    return backend.fused_rows(job.how.format, job.device) if hasattr(backend, "fused_rows") else None
+    backend: Any = dispatch.select(job.device, job.how.format)
+    return backend.fused_rows() if hasattr(backend, "fused_rows") else None
 
 
 def _row(wires: Tensor, job: RowJob, row: int, world: int = 1) -> Tensor:
@@ -215,10 +213,6 @@ def _row(wires: Tensor, job: RowJob, row: int, world: int = 1) -> Tensor:
     nbytes = job.layout(row).nbytes
     start = 0 if world > 1 else row * job.stride
     return wires.as_strided((world, nbytes), (job.stride, 1), wires.storage_offset() + start)
-
-
-def _rotation(job: RowJob, step: int) -> int:
-    return hashing.key(job.seed, step, hashing.ROTATION) if job.how.format.rotated else 0
 
 
 def _message(x: Tensor, memory: Memory | None, feedback: Feedback, begin: int, end: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from thinwire.kernels import hashing
 from thinwire.wire import ExactTables, Format, Kind, Layout, hash_once
 
 
@@ -24,6 +25,11 @@ class Encoding:
     def keyed(self) -> bool:
         """Whether the bytes depend on the step: by a rotation or by stochastic rounding."""
         return self.stochastic or self.format.rotated
+
+    def keys(self, seed: int, step: int, dither: int) -> tuple[int, int]:
+        """The keys of the rotation, and of stochastic rounding, a stream of hashing.py; 0 for what is not used."""
+        rotation = hashing.key(seed, step, hashing.ROTATION) if self.format.rotated else 0
+        return rotation, hashing.key(seed, step, dither) if self.stochastic else 0
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def _forward(x: Tensor, scale: Tensor, shift: Tensor | None, *settings: Any) -> 
     good = False
     if x.numel():
         laid = lay_out(out, scale.numel(), how.axis, how.group)
-        good = select(x.device).fake_quantize(how.grid, laid.view(x), *parameters, laid.view(out)) is not False
+        good = select(x.device, x.dtype).fake_quantize(how.grid, laid.view(x), *parameters, laid.view(out)) is not False
     if not good:
         check_scale(parameters[0])
     return out
@@ -217,7 +217,9 @@ def _gradients(
         factor = gradient_factor(x.numel(), scale.numel(), how.grid, how.scale_gradient)
         views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
-        select(x.device).fake_quantize_grad(how.grid, FakeGradients(*views, *parameters, dx_OCI, sums_2C), factor)
+        select(x.device, x.dtype).fake_quantize_grad(
+            how.grid, FakeGradients(*views, *parameters, dx_OCI, sums_2C), factor
+        )
     return dx if want_dx else x.new_empty(0), sums_2C
 
 

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels import schema
-from thinwire.kernels.triton.frame import Norms, check_headers, wide
+from thinwire.kernels.triton.frame import Norms, Stack, check_headers, wide
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, SIGN_BIT, bits_of, float_of
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import BF16_MAX, FLOAT_MAX
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of, worst_scale
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, worst_scale
 from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, added, anywhere, load, piece, position, store, times
 
 LLOYD_REACH = tl.constexpr(schema.LLOYD_REACH)
@@ -23,25 +23,20 @@ FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def decode_kernel(
-    wire, out, levels, stack, rotation, norms, frame,
-    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CHECK: tl.constexpr, CALM: tl.constexpr,
-):  # fmt: skip
+def decode_kernel(wire, out, levels, stack, rotation, norms, frame, T: tl.constexpr):
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire).
 
-    CHECK: the headers are compared on the device and the key is theirs; where they differ the sum is NaN. CALM: norms
-    are so small that a usual sum stays inside the range of the output.
+    Where headers are checked, the key is theirs, and where they differ the sum is NaN.
     """
-    if CHECK:
+    if T.check:
         rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
         norms = Norms(tl.where(fine, norms.full, float("nan")), tl.where(fine, norms.tail, float("nan")))
     sink = Sink(out, out, out, out, 1.0, False, True, out, 0)
-    wires = wires_of(stack, frame, levels, -1)
-    decode_blocks(sink, wire, wires, rotation, norms, frame, T, TAIL, WORLD, CALM, ALONE, False)
+    decode_blocks(sink, wire, stack, levels, rotation, norms, frame, T)
 
 
 class Sink(NamedTuple):
-    """Where a sum goes, and with feedback (the modes of encode_blocks.py) what was left and what is remembered."""
+    """Where a sum goes, and with feedback (the modes of tiles.py) what was left and what is remembered."""
 
     out: Any
     left: Any
@@ -55,70 +50,57 @@ class Sink(NamedTuple):
 
 
 @triton.jit
-def decode_blocks(
-    sink, wire, wires, rotation, norms, frame,
-    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """The program's blocks of wires whose sections are given by their offsets. COUNT: see `Sink.bad`."""
+def decode_blocks(sink, wire, stack, levels, rotation, norms, frame, T: tl.constexpr):
+    """The program's blocks of a stack of wires."""
+    stack = Stack(wide(stack.stride), stack.world)
     program = tl.program_id(0)
     if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
-        there = wires_from(wire, wires, first, T)
-        _decode(sink, there, rotation, norms.full, first, frame.full, T.block, T.span, T, WORLD, CALM, MODE, COUNT)
-    elif TAIL:
+        wires = wires_from(wire, stack, frame, levels, -1, first, T)
+        _decode(sink, wires, rotation, norms.full, first, frame.full, T.block, T.span, T)
+    elif T.tail:
         is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
         if is_last:
             first = wide(frame.full)
-            there = wires_from(wire, wires, first, T)
-            _decode(
-                sink, there, rotation, norms.tail, first, frame.full + 1, frame.length, frame.span,
-                T.ragged, WORLD, CALM, MODE, COUNT,
-            )  # fmt: skip
+            wires = wires_from(wire, stack, frame, levels, -1, first, T)
+            end = frame.full + 1
+            _decode(sink, wires, rotation, norms.tail, first, end, frame.length, frame.span, T.ragged)
 
 
 @triton.jit
-def _decode(
-    sink, wires, keys, norm, first, end, length, span,
-    T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+def _decode(sink, wires, keys, norm, first, end, length, span, T: tl.constexpr):
     """The blocks from `first` on, before `end`."""
     if T.loose and not T.gaussian:
         span = wide(span)
         for start in range(0, span, T.columns):
-            _decode_tile(
-                sink, wires, keys, norm, piece(first, length, span, start, T, end), T, WORLD, CALM, MODE, COUNT
-            )
+            _decode_tile(sink, wires, keys, norm, piece(first, length, span, start, T, end), T)
     else:
-        _decode_tile(sink, wires, keys, norm, position(first, end, length, span, T), T, WORLD, CALM, MODE, COUNT)
+        _decode_tile(sink, wires, keys, norm, position(first, end, length, span, T), T)
 
 
 @triton.jit
-def _decode_tile(
-    sink, wires, keys, norm, at,
-    T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+def _decode_tile(sink, wires, keys, norm, at, T: tl.constexpr):
     unusual = True
     if T.rare:
         z, post = sum_any(wires, at, T)
     else:
-        begun, odd = begin_sum(wires, at, T, WORLD)
-        if CALM:
+        begun, odd = begin_sum(wires, at, T)
+        if T.calm:
             unusual = anywhere(odd) != 0
         post = tl.full((T.rows, T.columns), 1.0, tl.float32)
         if unusual:
             z, post = sum_any(wires, at, T)
         else:
-            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z, unit = usual_sum(begun, wires.levels, T)
             z = times(z, unit)
     z = finish(z, keys, norm, at, T)
     if unusual:
-        if COUNT:
+        if T.notes:
             note(sink.bad, sink.call, worst_scale(wires, at, T))
         z = leave(z, post, T)
-        if MODE == ALONE:
+        if T.mode == ALONE:
             z = _fitted(z, sink.out, tl.bfloat16, BF16_MAX, T)
-    _put(sink, z, at, T, MODE)
+    _put(sink, z, at, T)
 
 
 @triton.jit
@@ -131,34 +113,31 @@ def note(bad, call, worst):
 
 
 @triton.jit
-def _put(sink, z, at, T: tl.constexpr, MODE: tl.constexpr):
+def _put(sink, z, at, T: tl.constexpr):
     """Write a result; with feedback remember what was left, and add what is remembered."""
     start = at.first * T.block
-    if MODE == ALONE:
+    if T.mode == ALONE:
         store(sink.out + start, _fitted(z, sink.out, tl.float16, FP16_MAX, T), at, T)
     else:
         left = load(sink.left + start, at, T)
         if T.loose:
             tl.debug_barrier()  # `left` may be where the result goes
-        if MODE == OWED:
+        if T.mode == OWED:
             kept = times(left, sink.factor)
         else:
-            kept = _changed(left, z, load(sink.memory + start, at, T), sink)
+            kept = _changed(left, z, load(sink.memory + start, at, T), sink, T)
             z = added(load(sink.mean + start, at, T), z)
         if sink.fine:
             store(sink.memory + start, kept, at, T)
-            if MODE == CHANGE:
+            if T.mode == CHANGE:
                 store(sink.mean + start, z, at, T)
         store(sink.out + start, z, at, T)
 
 
 @triton.jit
-def _changed(left, z, memory, sink):
+def _changed(left, z, memory, sink, T: tl.constexpr):
     """memory + what was read: of others their messages, of the sum itself what they did not give to it."""
-    done = ()
-    for i in tl.static_range(len(z)):
-        done = done + (memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor),)
-    return done
+    return [memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor) for i in T.each]
 
 
 @triton.jit

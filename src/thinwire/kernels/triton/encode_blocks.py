@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import finish, leave
-from thinwire.kernels.triton.frame import offsets_of, sections, wide, write_frame
+from thinwire.kernels.triton.frame import sections, wide, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.memory import load_floats
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, domain_factor, float_of, size_bits, undo
@@ -34,11 +34,11 @@ from thinwire.kernels.triton.tiles import (
 
 
 @triton.jit
-def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr):
+def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr):
     """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
     if tl.program_id(0) == 0:
         write_frame(wire, frame, keys.rotation)
-    encode_blocks(Source(x, residual, residual, 1.0), wire, cells, keys, frame, T, TAIL, MODE)
+    encode_blocks(Source(x, residual, residual, 1.0), wire, cells, keys, frame, T)
 
 
 class Source(NamedTuple):
@@ -51,41 +51,40 @@ class Source(NamedTuple):
 
 
 @triton.jit
-def encode_blocks(source, wire, cells, keys, frame, T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr):
+def encode_blocks(source, wire, cells, keys, frame, T: tl.constexpr):
     """The program's blocks."""
     program = tl.program_id(0)
-    offsets = offsets_of(frame)
     if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
-        target = sections(wire, offsets, first, T)
+        target = sections(wire, frame, first, T)
         if T.pieces:
-            _encode_pieces(source, target, keys.dither, first, wide(T.block), wide(T.span), T, MODE)
+            _encode_pieces(source, target, keys.dither, first, wide(T.block), wide(T.span), T)
         else:
             tile_at = position(first, frame.full, T.block, T.span, T)
-            _encode_tile(source, target, cells, keys, frame.root, tile_at, T, MODE)
-    elif TAIL:
+            _encode_tile(source, target, cells, keys, frame.root, tile_at, T)
+    elif T.tail:
         is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
         if is_last:
             first = wide(frame.full)
-            target = sections(wire, offsets, first, T)
+            target = sections(wire, frame, first, T)
             if T.ragged.pieces:
-                _encode_pieces(source, target, keys.dither, first, wide(frame.length), wide(frame.span), T.ragged, MODE)
+                _encode_pieces(source, target, keys.dither, first, wide(frame.length), wide(frame.span), T.ragged)
             else:
                 tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
-                _encode_tile(source, target, cells, keys, frame.tail_root, tail_at, T.ragged, MODE)
+                _encode_tile(source, target, cells, keys, frame.tail_root, tail_at, T.ragged)
 
 
 @triton.jit
-def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr, MODE: tl.constexpr):
+def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr):
     last = 0.0
     if T.loose and T.affine:
-        last = _last(source, at.first, at.length, T, MODE)
-    tile = _input(source, last, at, T, MODE)
-    if T.loose and MODE != ALONE:
+        last = _last(source, at.first, at.length, T)
+    tile = _input(source, last, at, T)
+    if T.loose and T.mode != ALONE:
         tl.debug_barrier()  # a short tile is held by several warps, and none may store what another has still to load
-    read = put_tile(tile, target, cells, keys, root, at, T, MODE != ALONE)
-    if MODE != ALONE:
-        _store_left(source, tile, read, at, T, MODE)
+    read = put_tile(tile, target, cells, keys, root, at, T, T.mode != ALONE)
+    if T.mode != ALONE:
+        _store_left(source, tile, read, at, T)
 
 
 @triton.jit
@@ -105,38 +104,35 @@ def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.cons
 
 
 @triton.jit
-def _encode_pieces(source, target, dither, first, length, span, T: tl.constexpr, MODE: tl.constexpr):
+def _encode_pieces(source, target, dither, first, length, span, T: tl.constexpr):
     """A block longer than a tile: once for its scale, once for its codes."""
     last = 0.0
     if T.affine:  # before a residual is written
-        last = _last(source, first, length, T, MODE)
+        last = _last(source, first, length, T)
         tl.debug_barrier()
     extent = no_extent(T)
     for start in range(0, span, T.columns):
         at = piece(first, length, span, start, T)
-        extent = widened(extent, extent_of(_input(source, last, at, T, MODE), at, T))
+        extent = widened(extent, extent_of(_input(source, last, at, T), at, T))
     factor = domain_factor(extent.peak)
     for start in range(0, span, T.columns):
         at = piece(first, length, span, start, T)
-        tile = _input(source, last, at, T, MODE)
+        tile = _input(source, last, at, T)
         scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, dither, at, T)
-        if MODE != ALONE:
+        if T.mode != ALONE:
             read = _decoded(values, scale, minimum, 1.0, (0, 0), at, T)
-            _store_left(source, tile, read, at, T, MODE)
+            _store_left(source, tile, read, at, T)
 
 
 @triton.jit
-def _input(source, last, at, T: tl.constexpr, MODE: tl.constexpr):
+def _input(source, last, at, T: tl.constexpr):
     """The numbers; past the end of a loose block zeros, or its `last` element where a zero would widen its range."""
     start = at.first * T.block
     tile = load(source.x + start, at, T)
-    if MODE != ALONE:
-        tile = carried(tile, load(source.memory + start, at, T), source.factor, MODE)
+    if T.mode != ALONE:
+        tile = carried(tile, load(source.memory + start, at, T), source.factor, T.mode)
     if T.loose and T.affine:
-        filled = ()
-        for i in tl.static_range(T.size):
-            filled = filled + (tl.where(i * at.span + at.column < at.length, tile[i], last),)
-        tile = filled
+        tile = [tl.where(i * at.span + at.column < at.length, tile[i], last) for i in T.each]
     return tile
 
 
@@ -152,12 +148,12 @@ def carried(tile, memory, factor, MODE: tl.constexpr):
 
 
 @triton.jit
-def _last(source, first, length, T: tl.constexpr, MODE: tl.constexpr):
+def _last(source, first, length, T: tl.constexpr):
     """The last element of a block of what is encoded, everywhere."""
     at = tl.zeros((T.rows, T.columns), tl.int32) + (length - 1)
     last = load_floats(source.x + first * T.block, at, at >= 0, 1, True)
-    if MODE != ALONE:
-        last = carried(last, load_floats(source.memory + first * T.block, at, at >= 0, 1, True), source.factor, MODE)
+    if T.mode != ALONE:
+        last = carried(last, load_floats(source.memory + first * T.block, at, at >= 0, 1, True), source.factor, T.mode)
     return last[0]
 
 
@@ -204,14 +200,14 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
 
 
 @triton.jit
-def _store_left(source, tile, read, at, T: tl.constexpr, MODE: tl.constexpr):
-    """Store what MODE leaves of a tile that decodes to `read`."""
+def _store_left(source, tile, read, at, T: tl.constexpr):
+    """Store what T.mode leaves of a tile that decodes to `read`."""
     target = source.left + at.first * T.block
-    if MODE == CHANGE:
+    if T.mode == CHANGE:
         store(target, read, at, T)
     else:
         left = minus(tile, read)
-        if MODE == RESIDUAL:
+        if T.mode == RESIDUAL:
             left = _restored(left, read, target, at, T)
         store(target, left, at, T)
 
@@ -224,8 +220,5 @@ def _restored(left, read, target, at, T: tl.constexpr):
         worst = tl.maximum(worst, size_bits(read[i]))
     if anywhere(worst) >= INF_BITS:
         before = load(target, at, T)
-        restored = ()
-        for i in tl.static_range(T.size):
-            restored = restored + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
-        left = restored
+        left = [tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]) for i in T.each]
     return left

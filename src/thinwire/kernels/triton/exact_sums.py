@@ -27,27 +27,27 @@ class Integers(NamedTuple):
 
 
 @triton.jit
-def integers_of(scale_bits, T: tl.constexpr, WORLD: tl.constexpr):
+def integers_of(scale_bits, T: tl.constexpr):
     """(Integers, odd): what exact_sum takes; odd where scales are too far apart, or not usual."""
     lowest = tl.full((T.rows, T.columns), 0xFFFFFFFF, tl.uint32)
     highest = tl.full((T.rows, T.columns), 0, tl.uint32)
-    for w in tl.static_range(WORLD):
+    for w in tl.static_range(T.world):
         bits = scale_bits[w].to(tl.uint32, bitcast=True)
         lowest = tl.minimum(lowest, bits - 1)  # zero is the highest there
         highest = tl.maximum(highest, bits)
     least = tl.maximum(((lowest + 1) >> 23).to(tl.int32), LEAST)
     odd = (lowest < (LEAST << 23) - 1) | (highest >= HUGE_BITS)
-    odd = odd | ((highest >> 23).to(tl.int32) - least > furthest(T.reach, WORLD))
+    odd = odd | ((highest >> 23).to(tl.int32) - least > furthest(T.reach, T.world))
     inverse = float_of((261 + (T.bits == 1) - least) << 23)  # of 1 bit scales are even: its levels are halves
     words = ()
     total = tl.full((T.rows, T.columns), 0, tl.int32)
-    for w in tl.static_range(WORLD):
+    for w in tl.static_range(T.world):
         word = bits_of(tl.fma(float_of(scale_bits[w]), inverse, WIDENER))
         words = words + (word,)
         total = total + (word - WIDENER_BITS)
     pairs = ()
-    for w in tl.static_range(0, WORLD, 2):
-        if w + 1 < WORLD:
+    for w in tl.static_range(0, T.world, 2):
+        if w + 1 < T.world:
             pairs = pairs + (permuted(words[w], words[w + 1], 0x5410),)
         else:
             pairs = pairs + (words[w] & 0xFFFF,)
@@ -61,85 +61,80 @@ def furthest(reach, world):
 
 
 @triton.jit
-def exact_sum(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
+def exact_sum(words, scales, levels, T: tl.constexpr):
     """(z, unit): the sum of wires whose scales are these integers, in a unit that is a power of two for each row."""
     if T.gaussian and T.bits > 1:
-        return _sum_levels(words, scales, levels, T, WORLD), scales.unit
+        return _sum_levels(words, scales, levels, T), scales.unit
     else:
-        return _sum_codes(words, scales, T, WORLD), tl.full((T.rows, T.columns), 1.0, tl.float32)
+        return _sum_codes(words, scales, T), tl.full((T.rows, T.columns), 1.0, tl.float32)
 
 
 @triton.jit
-def _sum_codes(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
+def _sum_codes(words, scales, T: tl.constexpr):
     turned = ()
-    for w in tl.static_range(0, WORLD, 4):
+    for w in tl.static_range(0, T.world, 4):
         for bank in tl.static_range(T.banks[0]):
-            turned = turned + _turned(_four(words, w, bank, T, WORLD))
+            turned = turned + _turned(_four(words, w, bank, T))
     starts = ()
     units = ()
     for place in tl.static_range(4 // T.bits):  # of half a byte
         zeros = scales.total >> 1 if T.bits == 1 else scales.total * T.reach
         starts = starts + ((-zeros << (place * T.bits)) + ROUNDER_BITS,)
         units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
-    z = ()
-    for i in tl.static_range(T.size):
-        z = z + (_sum_fields(i // 4, i % 4, turned, starts, units, scales.pairs, T, WORLD),)
-    return z
+    return [_sum_fields(i // 4, i % 4, turned, starts, units, scales.pairs, T) for i in T.each]
 
 
 @triton.jit
-def _sum_fields(
-    lane: tl.constexpr, v: tl.constexpr, turned, starts, units, pairs, T: tl.constexpr, WORLD: tl.constexpr
-):  # fmt: skip
+def _sum_fields(lane: tl.constexpr, v: tl.constexpr, turned, starts, units, pairs, T: tl.constexpr):
     PLACE: tl.constexpr = lane // T.banks[0]
     total = starts[PLACE % len(starts)]
-    for w in tl.static_range(0, WORLD, 4):
+    for w in tl.static_range(0, T.world, 4):
         four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
-        total = _added(total, four, pairs, w, WORLD)
+        total = _added(total, four, pairs, w, T)
     unit = units[PLACE % len(starts)]
     return tl.fma(float_of(total), unit, unit * -ROUNDER)
 
 
 @triton.jit
-def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
+def _sum_levels(words, scales, levels, T: tl.constexpr):
     zero = scales.total >> 31  # not known to ptxas, which would keep the table where each use takes a move
     table = ()
     for k in tl.static_range(T.bits * T.bits // 4):
         table = table + (look_up(levels, zero, -2 * T.half - k),)
     below = ()
     above = ()
-    for w in tl.static_range(0, WORLD, 4):
+    for w in tl.static_range(0, T.world, 4):
         for bank in tl.static_range(T.banks[0]):
-            low, high = _levels_of(_four(words, w, bank, T, WORLD), table, T)
+            low, high = _levels_of(_four(words, w, bank, T), table, T)
             below = below + low
             above = above + high
     z = ()
     for i in tl.static_range(T.size):
         if T.bits == 4:
-            total = _sum_bytes(scales.total * -255, i, below, scales.pairs, T, WORLD)
-            z = z + (_sum_bytes(total, i, above, scales.pairs, T, WORLD).to(tl.float32),)
+            total = _sum_bytes(scales.total * -255, i, below, scales.pairs, T)
+            z = z + (_sum_bytes(total, i, above, scales.pairs, T).to(tl.float32),)
         else:
-            total = _sum_bytes(scales.total * -128 + ROUNDER_BITS, i, below, scales.pairs, T, WORLD)
+            total = _sum_bytes(scales.total * -128 + ROUNDER_BITS, i, below, scales.pairs, T)
             z = z + (float_of(total) - ROUNDER,)
     return z
 
 
 @triton.jit
-def _sum_bytes(total, i: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
+def _sum_bytes(total, i: tl.constexpr, found, pairs, T: tl.constexpr):
     PLACES: tl.constexpr = 8 // T.bits
     lane: tl.constexpr = i // 4
     INDEX: tl.constexpr = (lane % T.banks[0] * PLACES + lane // T.banks[0]) * 4 + i % 4
-    for w in tl.static_range(0, WORLD, 4):
-        total = _added(total, found[w * PLACES * T.banks[0] + INDEX], pairs, w, WORLD)
+    for w in tl.static_range(0, T.world, 4):
+        total = _added(total, found[w * PLACES * T.banks[0] + INDEX], pairs, w, T)
     return total
 
 
 @triton.jit
-def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr, WORLD: tl.constexpr):
+def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr):
     """A bank's words of four wires from w on; zeros past the last."""
     four = ()
     for k in tl.static_range(w, w + 4):
-        if k < WORLD:
+        if k < T.world:
             four = four + (words[k * T.count + bank],)
         else:
             four = four + (tl.zeros((T.rows, T.columns), tl.int32),)
@@ -147,10 +142,10 @@ def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr, WORLD: tl
 
 
 @triton.jit
-def _added(total, four, pairs, w: tl.constexpr, WORLD: tl.constexpr):
+def _added(total, four, pairs, w: tl.constexpr, T: tl.constexpr):
     """total + the scales of wires from w on times the bytes of `four`."""
     total = dotted(pairs[w // 2], four, total, False)
-    if w + 2 < WORLD:
+    if w + 2 < T.world:
         total = dotted(pairs[w // 2 + 1], four, total, True)
     return total
 

@@ -62,7 +62,7 @@ class Norms(NamedTuple):
 
 
 class Sections(NamedTuple):
-    """The sections of a wire: as offsets, or as pointers to what belongs to a tile."""
+    """Where a tile's part of every section of a wire starts."""
 
     scales: Any
     minima: Any
@@ -70,18 +70,13 @@ class Sections(NamedTuple):
 
 
 @triton.jit
-def offsets_of(frame):
-    """The offsets of the sections."""
-    return Sections(frame.scales_at, frame.minima_at, (frame.plane0, frame.plane1, frame.plane2))
-
-
-@triton.jit
-def sections(wire, offsets, first, T: tl.constexpr):
+def sections(wire, frame, first, T: tl.constexpr):
     """Where the scales, minima and codes of block `first` start."""
+    offsets = (frame.plane0, frame.plane1, frame.plane2)
     planes = ()
     for p in tl.static_range(len(T.planes)):
-        planes = planes + (wire + offsets.planes[p] + first * (T.block * T.planes[p] // 8),)
-    return Sections(wire + offsets.scales + 2 * first, wire + offsets.minima + 2 * first, planes)
+        planes = planes + (wire + offsets[p] + first * (T.block * T.planes[p] // 8),)
+    return Sections(wire + frame.scales_at + 2 * first, wire + frame.minima_at + 2 * first, planes)
 
 
 @triton.jit

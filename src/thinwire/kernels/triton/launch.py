@@ -4,6 +4,8 @@ Of this folder, only this module, prepared.py, row_launch.py, fake_launch.py and
 """
 
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -43,10 +45,10 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
         return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
-    wire_at = wire.data_ptr() % 16
+    at = wire.data_ptr() % 16
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
-    launch = blocks(encode_kernel, how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
+    launch = blocks(encode_kernel, how, layout, config, x.device, at, grouped, mode=int(residual is not None))
     launch(x=x, residual=carried, wire=wire, keys=_keys(how, rotation, dither))
 
 
@@ -54,17 +56,17 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = format.layout(out.numel())
     stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
-    at = (wires_WN.data_ptr() % 16, stack.stride % 16)
+    at = (wires_WN.data_ptr() | stack.stride) % 16
     check = rotation is None
     if not format.block:
-        grouped = _grouped(out) and at == (0, 0)
-        launch = plain_wire("decode_plain", layout, out.device, GROUPED=grouped, COUNT=False, CHECK=check)
+        grouped = _grouped(out) and at == 0
+        launch = plain_wire(plain.decode_plain, layout, out.device, GROUPED=grouped, COUNT=False, CHECK=check)
         rows = Matrix(0, *stack, short=0, skip=-1)
         launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
-    constants = {"WORLD": unrolled(stack.world, format), "CHECK": check, "CALM": abs(scale) * stack.world < SMALL_NORM}
+    task = {"world": unrolled(stack.world, format), "check": check, "calm": abs(scale) * stack.world < SMALL_NORM}
     config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
-    launch = blocks(decode_kernel, decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
+    launch = blocks(decode_kernel, decoding(format), layout, config, out.device, at, _grouped(out), **task)
     launch(wire=wires_WN, stack=stack, out=out, rotation=split(rotation or 0), norms=norms(layout, scale))
 
 
@@ -74,16 +76,16 @@ def recode(
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = how.format.layout(numel)
     stack = Stack(wires_WN.stride(0), wires_WN.shape[0])
-    at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stack.stride % 16)
+    at = (wires_WN.data_ptr() | wire.data_ptr() | stack.stride) % 16
     check = rotation is None
     given = {"wire": wires_WN, "stack": stack, "out": wire}
     if not how.format.block:
-        launch = plain_wire("recode_plain", layout, wire.device, GROUPED=at == (0, 0), OWN=False, CHECK=check)
+        launch = plain_wire(plain.recode_plain, layout, wire.device, GROUPED=at == 0, OWN=False, CHECK=check)
         launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
-    constants = {"WORLD": unrolled(stack.world, how.format), "CHECK": check}
     config = tuning.choose("recode", how, torch.float32, wire.device, numel)
-    launch = blocks(recode_kernel, how, layout, config, wire.device, *at, **constants)
+    world = unrolled(stack.world, how.format)
+    launch = blocks(recode_kernel, how, layout, config, wire.device, at, world=world, check=check)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
@@ -122,7 +124,7 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
     constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
-    launch = plain_wire("encode_plain", layout, x.device, **constants)
+    launch = plain_wire(plain.encode_plain, layout, x.device, **constants)
     launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
@@ -136,63 +138,66 @@ def blocks(
     layout: Layout,
     config: Config,
     device: torch.device,
-    wire_at: int,
-    stride: int,
+    at: int = 0,
     grouped: bool = False,
     more: tuple[tuple[str, Any], ...] = (),
-    **constants: Any,
+    **task: Any,
 ) -> Prepared:
-    """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16.
-
-    more: other arguments that are known beforehand.
-    """
-    T = tile_of(how, layout, config, wire_at, stride, grouped)
-    known = {"frame": frame(layout), **tables(layout.format, device), **dict(more)}
-    return prepare_blocks(kernel, device, programs(layout, T), T, config, known, TAIL=has_tail(layout), **constants)
+    """See prepare_blocks. more: other arguments that are known beforehand."""
+    known = {"frame": frame(layout), **dict(more)}
+    return prepare_blocks(kernel, how, (layout,), config, device, known, at, grouped, **task)
 
 
 def prepare_blocks(
     kernel: Any,
-    device: torch.device,
-    grid: int | tuple[int, int],
-    T: Tile,
+    how: Encoding,
+    layouts: Sequence[Layout],
     config: Config,
+    device: torch.device,
     known: dict[str, Any],
-    **constants: Any,
+    at: int = 0,
+    grouped: bool = False,
+    rows: int = 1,
+    **task: Any,
 ) -> Prepared:
-    """A kernel of blocks in tiles T."""
+    """A kernel of wires with blocks, of these layouts, in so many rows.
+
+    at: the bits below 16 of any wire's address. grouped: as in Tile, and so is the task.
+    """
+    T = replace(tile_of(how, layouts, config, at, grouped), tail=any(map(_has_tail, layouts)), **task)
+    grid = max(_programs(layout, T) for layout in layouts), rows
+    known = known | tables(how.format.kind, how.format.bits, device)
     warps = LONG_WARPS if T.pieces else config.warps
-    constants["T"] = T if INTERPRETED else Known(T)
-    return Prepared(kernel, device, grid, warps, known, constants, config.registers)
+    return Prepared(kernel, device, grid, warps, known, {"T": T if INTERPRETED else Known(T)}, config.registers)
 
 
-def programs(layout: Layout, T: Tile) -> int:
+def _programs(layout: Layout, T: Tile) -> int:
     """The tiles of a wire, with one for a short last block."""
     full = layout.numel // layout.format.block
     return max(1, -(-full // T.rows) + (full < layout.num_blocks))
 
 
-def has_tail(layout: Layout) -> bool:
+def _has_tail(layout: Layout) -> bool:
     """Whether a kernel can work on a short last block. Those of levels always can: they take long to compile, and no
     more registers than without; others would take some that full blocks can do without.
     """
     return layout.format.gaussian or layout.numel % layout.format.block > 0
 
 
-def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
-    aligned = wire_at % 4 == 0 and stride % 4 == 0
-    words = tuple(aligned and at % 4 == 0 for _, at in layout.planes)
-    if layout.format.bits == 16:
-        words = (wire_at % 8 == 0 and stride % 8 == 0,)
-    even = wire_at % 2 == 0 and stride % 2 == 0
-    return tile(how, lanes=config.lanes, threads=32 * config.warps, words=words, grouped=grouped, even=even)
+def tile_of(how: Encoding, layouts: Sequence[Layout], config: Config, at: int, grouped: bool) -> Tile:
+    """The tile that serves all layouts of a format."""
+    planes = zip(*(layout.planes for layout in layouts), strict=True)
+    words = tuple(all((at | start) % 4 == 0 for _, start in plane) for plane in planes)
+    if how.format.bits == 16:
+        words = (at % 8 == 0,)
+    return tile(how, lanes=config.lanes, threads=32 * config.warps, words=words, grouped=grouped, even=at % 2 == 0)
 
 
 @lru_cache(maxsize=4096)
-def plain_wire(kernel: str, layout: Layout, device: torch.device, **constants: bool) -> Prepared:
+def plain_wire(kernel: Any, layout: Layout, device: torch.device, **constants: bool) -> Prepared:
     """A kernel of a wire without blocks."""
     one = frame(layout)
-    return prepare_plain(getattr(plain, kernel), layout, device, {"frame": one, "a": one, "b": one}, **constants)
+    return prepare_plain(kernel, layout, device, {"frame": one, "a": one, "b": one}, **constants)
 
 
 def prepare_plain(
@@ -290,43 +295,32 @@ def split(key: int) -> tuple[int, int]:
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
-def tables(format: Format, device: torch.device) -> dict[str, Tensor]:
-    """The tables of a format, in the memory of a device."""
-    table = (format.kind, format.bits, device)
-    return {"levels": levels(*table), "cells": cells(*table)}
-
-
 @cache  # never dropped: a CUDA graph may hold their addresses
-def levels(kind: Kind, bits: int, device: torch.device) -> Tensor:
-    """The signed levels of a table, as the bits of floats; something where there is none.
+def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
+    """The tables of a format in the memory of a device; something where there are none.
 
-    After them follow the bytes that exact_sums.py permutes: ptxas would keep such constants outside the registers, and
-    move one in for every use.
+    levels: the signed levels, as the bits of floats. After them follow the bytes that exact_sums.py permutes: ptxas
+    would keep such constants outside the registers, and move one in for every use.
+    cells: of every cell up to the last edge, the code of its size in the top bits, and its level; of trellis codes see
+    _trellis_cells.
     """
-    table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits] if kind == Kind.LLOYD else LLOYD[1]
+    table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits if kind == Kind.LLOYD else 1]
     count = len(table.levels)
     floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
     shorts = [*(255 + level for level in table.signed_levels[:count]), *table.levels]
     if count == 2:
         shorts = [128 + level for level in table.signed_levels]
     words = bytes(shorts).ljust(16, b"\0")
-    with torch.inference_mode(False):
-        return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
-
-
-@cache
-def cells(kind: Kind, bits: int, device: torch.device) -> Tensor:
-    """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]
-    if kind == Kind.TRELLIS:
-        entries = _trellis_cells(TRELLIS[bits])
-    if kind == Kind.LLOYD:
-        table = LLOYD[bits]
+    if isinstance(table, TrellisTable):
+        entries = _trellis_cells(table)
+    elif kind == Kind.LLOYD:
         half = 1 << bits - 1
-        ranks = [sum(cell >= edge for edge in table.edges) for cell in range(128)]
+        ranks = [sum(cell >= edge for edge in LLOYD[bits].edges) for cell in range(128)]
         entries = [(half + rank << 32 - bits | table.levels[rank]) - (1 << 32) for rank in ranks]
     with torch.inference_mode(False):
-        return torch.tensor(entries, dtype=torch.int32).to(device)
+        levels = torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
+        return {"levels": levels, "cells": torch.tensor(entries, dtype=torch.int32).to(device)}
 
 
 def _trellis_cells(table: TrellisTable) -> list[int]:

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.four_bytes import bits_set, chosen, dotted, permuted, squared
-from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
+from thinwire.kernels.triton.four_bytes import bits_set, chosen, dotted, permuted, signed, squared
+from thinwire.kernels.triton.memory import instruction, look_up
 from thinwire.kernels.triton.numbers import (
     INF_BITS,
     ONE_BITS,
@@ -14,6 +14,7 @@ from thinwire.kernels.triton.numbers import (
     bits_of,
     domain_factor,
     float_of,
+    shifted,
     size_bits,
     stored_scale,
     undo,
@@ -186,17 +187,11 @@ def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
         signs = signs & everywhere(2, 2, 4)
         outer = (word ^ -1) & everywhere(2, 2, T.vector)
         sums = (total, away, count + bits_set(outer))
-        return (signs ^ everywhere(2, 2, 4)) | _half(outer ^ signs), sums
+        return (signs ^ everywhere(2, 2, 4)) | shifted(outer ^ signs, 1), sums
     else:
         ranks = word - everywhere(ROUNDER_BITS, 4, T.vector)
-        tops = _half(_half(_half(signs & everywhere(8, 4, 4))))
+        tops = shifted(signs & everywhere(8, 4, 4), 3)
         return (ranks | everywhere(8, 4, 4)) ^ (tops * 15), _sums_of_ranks(cells, ranks, sums, T)
-
-
-@triton.jit
-def _half(word):
-    """A word without its sign, one place down."""
-    return (word.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -219,11 +214,8 @@ RANK_BEND = tl.constexpr(-4.629)
 def _saturated(cell):
     """(cell - RANK_START) / 128, between 0 and 1, of a cell with the bits of ROUNDER."""
     OFFSET: tl.constexpr = -(ROUNDER + RANK_START) / 128
-    if INTERPRETED:
-        return tl.minimum(tl.maximum(tl.fma(cell, 1 / 128, OFFSET), 0.0), 1.0)
-    else:
-        offset = tl.full(cell.shape, OFFSET, tl.float32)
-        return float_of(instruction(SATURATE, "=r,f,f", (cell, offset)))
+    offset = tl.full(cell.shape, OFFSET, tl.float32)
+    return float_of(instruction(SATURATE, "=r,f,f", (cell, offset)))
 
 
 @triton.jit
@@ -250,7 +242,7 @@ def _four_levels(START: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _shift_in(word, other, WIDTH: tl.constexpr):
     """word << WIDTH, with the top bits of `other` below."""
-    return (word << WIDTH) | (other.to(tl.uint32, bitcast=True) >> (32 - WIDTH)).to(tl.int32, bitcast=True)
+    return (word << WIDTH) | shifted(other, 32 - WIDTH)
 
 
 # [Note: Sums of table entries]
@@ -274,7 +266,7 @@ def _sums(sums, at, T: tl.constexpr):
     """(sum of cell * level, sum of level**2) of each row."""
     along, square, entries = sums
     if T.bits == 1:
-        along = along - as_int32(ROUNDER_BITS * T.size)
+        along = along - signed(ROUNDER_BITS * T.size)
         square = tl.full((T.rows, T.columns), T.size, tl.int32)
     elif T.bits == 2:
         along, square = _sums_of_two(along.to(tl.int32), square.to(tl.int32), entries, T)
@@ -313,9 +305,3 @@ def _signed_level(x, gain, table, T: tl.constexpr):
 def _entry(cell, table):
     """The table's entry of a cell that still has the bits of ROUNDER."""
     return look_up(table, tl.minimum(cell, ROUNDER_BITS + LAST_CELL), ROUNDER_BITS)
-
-
-@triton.constexpr_function
-def as_int32(value):
-    """value modulo 2**32, as a signed number."""
-    return (value + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -3,18 +3,13 @@
 [Note: Instructions for memory]
 Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
 and it may deal neighboring rows to neighboring threads. An instruction for each access keeps every tensor in the
-layout of the tile, columns on neighboring threads, and moves up to 16 bytes at once without a conversion. Under the
-interpreter Triton's operations stand in, byte by byte.
+layout of the tile, columns on neighboring threads, and moves up to 16 bytes at once without a conversion.
 
 Pointers are tensors of pointers to uint8; masked loads give zeros.
 """
 
 import triton
 import triton.language as tl
-
-from thinwire.kernels import triton as backend
-
-INTERPRETED = tl.constexpr(backend.INTERPRETED)
 
 
 @triton.jit
@@ -50,19 +45,10 @@ def load_operands(nbytes):
 @triton.jit
 def load_words(pointer, inside, BYTES: tl.constexpr):
     """BYTES little-endian bytes at each pointer, a multiple of BYTES, as one or more int32."""
-    if INTERPRETED:
-        words = ()
-        for w in tl.static_range(max(1, BYTES // 4)):
-            word = tl.load(pointer + 4 * w, mask=inside, other=0).to(tl.int32)
-            for i in tl.static_range(1, min(4, BYTES)):
-                word = word | (tl.load(pointer + 4 * w + i, mask=inside, other=0).to(tl.int32) << (8 * i))
-            words = words + (word,)
-        return words
-    else:
-        args = (pointer.to(tl.int64), inside.to(tl.int32))
-        return tl.inline_asm_elementwise(
-            load_text(BYTES), load_operands(BYTES), args, dtype=(tl.int32,) * max(1, BYTES // 4), is_pure=False, pack=1
-        )
+    args = (pointer.to(tl.int64), inside.to(tl.int32))
+    return tl.inline_asm_elementwise(
+        load_text(BYTES), load_operands(BYTES), args, dtype=(tl.int32,) * max(1, BYTES // 4), is_pure=False, pack=1
+    )
 
 
 @triton.constexpr_function
@@ -86,34 +72,23 @@ def store_operands(nbytes):
 @triton.jit
 def store_words(pointer, words, inside, BYTES: tl.constexpr):
     """The opposite of load_words."""
-    if INTERPRETED:
-        for w in tl.static_range(max(1, BYTES // 4)):
-            for i in tl.static_range(min(4, BYTES)):
-                tl.store(pointer + 4 * w + i, ((words[w] >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
-    else:
-        args = (pointer.to(tl.int64),) + words + (inside.to(tl.int32),)
-        tl.inline_asm_elementwise(store_text(BYTES), store_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1)
+    args = (pointer.to(tl.int64),) + words + (inside.to(tl.int32),)
+    tl.inline_asm_elementwise(store_text(BYTES), store_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def look_up(table, index, START: tl.constexpr):
     """table[index - START], of a table of int32 that crosses no multiple of 2**32: its addresses differ below."""
-    if INTERPRETED:
-        return tl.load(table + (index - START))
-    else:
-        base = table.to(tl.int64)
-        low = index * 4 + (base - 4 * START).to(tl.int32)
-        high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)
-        return instruction("{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }", "=r,r,r", (low, high))
+    base = table.to(tl.int64)
+    low = index * 4 + (base - 4 * START).to(tl.int32)
+    high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)
+    return instruction("{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }", "=r,r,r", (low, high))
 
 
 @triton.jit
 def opaque(x):
     """x, an int32, hidden from the compiler: LLVM's vectorizer fails on 7-bit codes unpacked and packed again."""
-    if INTERPRETED:
-        return x
-    else:
-        return instruction("mov.b32 $0, $1;", "=r,r", (x,))
+    return instruction("mov.b32 $0, $1;", "=r,r", (x,))
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -180,9 +155,7 @@ def narrowed(x, KIND: tl.constexpr):
 @triton.jit
 def _paired(low, high, KIND: tl.constexpr):
     """Two floats of 16 bits in one word."""
-    if INTERPRETED:
-        return narrowed(low, KIND) | (narrowed(high, KIND) << 16)
-    elif tl.bfloat16 == KIND:
+    if tl.bfloat16 == KIND:
         return instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))
     else:
         return instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))

@@ -42,6 +42,12 @@ def float_of(bits):
 
 
 @triton.jit
+def shifted(word, COUNT: tl.constexpr):
+    """The bits of an int32 some places down, with zeros above them."""
+    return (word.to(tl.uint32, bitcast=True) >> COUNT).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def size_bits(x):
     """The bits of |x|: their order is that of |x|, with NaN at the top."""
     return bits_of(x) & 0x7FFFFFFF

@@ -6,62 +6,58 @@ Programs are those of decode_blocks.py. The first one also writes the header and
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.frame import check_headers, offsets_of, sections, wide, write_frame
+from thinwire.kernels.triton.frame import Stack, check_headers, sections, wide, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from
 from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
 
 
 @triton.jit
-def recode_kernel(
-    wire, out, levels, cells, stack, keys, scale, frame,
-    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """out = encode(scale * sum of decode(wires)). CHECK: as in decode_kernel."""
+def recode_kernel(wire, out, levels, cells, stack, keys, scale, frame, T: tl.constexpr):
+    """out = encode(scale * sum of decode(wires)). Headers are checked as in decode_kernel."""
     program = tl.program_id(0)
     rotation = keys.rotation
-    if CHECK:
+    if T.check:
         rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
         scale = tl.where(fine, scale, float("nan"))
     if program == 0:
         write_frame(out, frame, rotation)
-    offsets = offsets_of(frame)
-    all_wires = wires_of(stack, frame, levels, -1)
+    stack = Stack(wide(stack.stride), stack.world)
     if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
-        wires = wires_from(wire, all_wires, first, T)
-        target = sections(out, offsets, first, T)
+        wires = wires_from(wire, stack, frame, levels, -1, first, T)
+        target = sections(out, frame, first, T)
         if T.pieces:
             _recode_pieces(wires, target, keys.dither, scale, first, wide(T.span), T)
         else:
             at = position(first, frame.full, T.block, T.span, T)
-            _recode_tile(wires, target, cells, keys.dither, scale, at, T, WORLD)
-    elif TAIL:
+            _recode_tile(wires, target, cells, keys.dither, scale, at, T)
+    elif T.tail:
         is_short = frame.length > 0
         if is_short:
             first = wide(frame.full)
-            wires = wires_from(wire, all_wires, first, T)
-            target = sections(out, offsets, first, T)
+            wires = wires_from(wire, stack, frame, levels, -1, first, T)
+            target = sections(out, frame, first, T)
             if T.gaussian:
                 tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
-                _recode_tile(wires, target, cells, keys.dither, scale, tail_at, T.ragged, WORLD)
+                _recode_tile(wires, target, cells, keys.dither, scale, tail_at, T.ragged)
             else:
                 _recode_pieces(wires, target, keys.dither, scale, first, wide(frame.span), T.ragged)
 
 
 @triton.jit
-def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
+def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr):
     """Encode the sum of a tile's wires, times `scale`."""
     unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
     post = unit
     if T.rare:
         z, post = sum_any(wires, at, T)
     else:
-        begun, odd = begin_sum(wires, at, T, WORLD)
+        begun, odd = begin_sum(wires, at, T)
         if anywhere(odd) == 0:
-            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z, unit = usual_sum(begun, wires.levels, T)
         else:
             z, post = sum_any(wires, at, T)
     if T.gaussian:

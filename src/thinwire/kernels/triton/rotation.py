@@ -7,8 +7,8 @@ partner's number by a shuffle and adds it to its own, whose sign changes in the 
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction
-from thinwire.kernels.triton.numbers import SIGN_BIT, bits_of, float_of, hash32
+from thinwire.kernels.triton.memory import filled, instruction
+from thinwire.kernels.triton.numbers import float_of, hash32
 from thinwire.kernels.triton.tiles import added, log2, partner, row_start
 
 TEST = ".reg .pred p; .reg .b32 t; and.b32 t, $2, {}; setp.ne.b32 p, t, 0;"
@@ -100,10 +100,7 @@ def flip(tile, keys, at, T: tl.constexpr):
 @triton.jit
 def _flipped(x, signs, BIT: tl.constexpr):
     """-x where a bit is set. As a predicate: ptxas takes up to seven from a register at once."""
-    if INTERPRETED:
-        return tl.where((signs & BIT) != 0, float_of(bits_of(x) ^ SIGN_BIT), x)  # Triton's own -x is 0 - x
-    else:
-        return float_of(instruction(filled(FLIP, BIT), "=r,f,r", (x, signs)))
+    return float_of(instruction(filled(FLIP, BIT), "=r,f,r", (x, signs)))
 
 
 @triton.jit

@@ -12,11 +12,24 @@ import triton.language as tl
 from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
-from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, offsets_of, sections, wide, write_frame
+from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack, key_in, sections, wide, write_frame
 from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, wires_of
-from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, minus, position, store, times
+from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from
+from thinwire.kernels.triton.tiles import (
+    ALONE,
+    CHANGE,
+    OWED,
+    added,
+    anywhere,
+    fused,
+    load,
+    load_bytes,
+    minus,
+    position,
+    store,
+    times,
+)
 
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
@@ -69,11 +82,8 @@ def picked(a, b, second):
 
 
 @triton.jit
-def encode_rows(
-    x, memory, left, wire, cells, step, factor, rows, seeds, a, b,
-    T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """Row r of wire = encode(x_r + factor * memory_r), all rows but `skip`; MODE says what is left (tiles.py)."""
+def encode_rows(x, memory, left, wire, cells, step, factor, rows, seeds, a, b, T: tl.constexpr):
+    """Row r of wire = encode(x_r + factor * memory_r), all rows but `skip`; T.mode says what is left (tiles.py)."""
     row = tl.program_id(1)
     if (row <= rows.short) & (row != rows.skip):
         frame = picked(a, b, row == rows.short)
@@ -83,7 +93,7 @@ def encode_rows(
             write_frame(target, frame, keys.rotation)
         start = row * wide(rows.each)
         source = Source(x + start, memory + start, left + start, factor)
-        encode_blocks(source, target, cells, keys, frame, T, TAIL, MODE)
+        encode_blocks(source, target, cells, keys, frame, T)
 
 
 @triton.jit
@@ -122,14 +132,10 @@ def _halves(key):
 
 
 @triton.jit(do_not_specialize=("call",))
-def decode_rows(
-    wire, out, source, left, memory, mean, bad, levels, call, rows, share, norms, a, b,
-    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
+def decode_rows(wire, out, source, left, memory, mean, bad, levels, call, rows, share, norms, a, b, T: tl.constexpr):
     """out = scale * every row's wire decoded, row `skip` copied from `source`; with `world` > 1 the sum of the wires.
 
-    `left` is remembered as MODE says, unless a wire of this call was found not to be finite. Keys are in the headers.
+    `left` is remembered as T.mode says, unless a wire of this call was found not to be finite. Keys are in the headers.
     """
     row = tl.program_id(1)
     start = row * wide(rows.each)
@@ -140,14 +146,13 @@ def decode_rows(
         if T.rotated:
             rotation = key_in(first)
         fine = True
-        if MODE != ALONE:
+        if T.mode != ALONE:
             fine = tl.load(bad) != call
         is_own = row == share.own
         factor = tl.where(is_own, 1.0, share.factor)
         sink = Sink(out + start, left + start, memory + start, mean + start, factor, is_own, fine, bad, call)
         norm = Norms(norms.full, tl.where(row == rows.short, norms.last_tail, norms.tail))
-        wires = wires_of(rows, frame, levels, -1)
-        decode_blocks(sink, first, wires, rotation, norm, frame, T, TAIL, WORLD, CALM, MODE, COUNT)
+        decode_blocks(sink, first, rows, levels, rotation, norm, frame, T)
     if row == rows.skip:
         copy_row(source + start, out + start, frame.numel)
 
@@ -174,73 +179,63 @@ def copy_row(source, out, numel):
 
 
 @triton.jit
-def recode_own(
-    wire, out, x, memory, left, levels, cells, keys, stack, part, norms, frame,
-    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def recode_own(wire, out, x, memory, left, levels, cells, keys, stack, part, norms, frame, T: tl.constexpr):
     """out = encode(scale * (sum of the wires of others + x)), where x, the own part, did not travel and is exact.
 
-    With feedback x is x + factor * memory, and `left` is what the result does not carry, as MODE says.
+    With feedback x is x + factor * memory, and `left` is what the result does not carry, as T.mode says.
     """
     program = tl.program_id(0)
     if program == 0:
         write_frame(out, frame, keys.rotation)
-    offsets = offsets_of(frame)
-    wires = wires_of(stack, frame, levels, part.own)
+    stack = Stack(wide(stack.stride), stack.world)
     begin = wide(part.start)
     source = Source(x + begin, memory + begin, left + begin, part.factor)
     if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
         at = position(first, frame.full, T.block, T.span, T)
-        there = wires_from(wire, wires, first, T)
-        target = sections(out, offsets, first, T)
-        _recode_own(there, source, target, cells, keys, frame.root, norms.full, part.scale, at, T, WORLD, CALM, MODE)
-    elif TAIL:
+        wires = wires_from(wire, stack, frame, levels, part.own, first, T)
+        target = sections(out, frame, first, T)
+        _recode_own(wires, source, target, cells, keys, frame.root, norms.full, part.scale, at, T)
+    elif T.tail:
         is_short = frame.length > 0
         if is_short:
             first = wide(frame.full)
             tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
-            there = wires_from(wire, wires, first, T)
-            target = sections(out, offsets, first, T)
-            _recode_own(
-                there, source, target, cells, keys, frame.tail_root, norms.tail, part.scale, tail_at,
-                T.ragged, WORLD, CALM, MODE,
-            )  # fmt: skip
+            wires = wires_from(wire, stack, frame, levels, part.own, first, T)
+            target = sections(out, frame, first, T)
+            _recode_own(wires, source, target, cells, keys, frame.tail_root, norms.tail, part.scale, tail_at, T.ragged)
 
 
 @triton.jit
-def _recode_own(
-    wires, source, target, cells, keys, root, norm, scale, at,
-    T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def _recode_own(wires, source, target, cells, keys, root, norm, scale, at, T: tl.constexpr):
     start = at.first * T.block
-    others = _sum_of_others(wires, keys.rotation, norm, at, T, WORLD, CALM)
+    others = _sum_of_others(wires, keys.rotation, norm, at, T)
     own = load(source.x + start, at, T)
-    if MODE != ALONE:
-        own = carried(own, load(source.memory + start, at, T), source.factor, MODE)
-    total, left = _totals(others, own, scale, at, T, MODE)
-    if T.loose and MODE != ALONE:
+    if T.mode != ALONE:
+        own = carried(own, load(source.memory + start, at, T), source.factor, T.mode)
+    total, left = _totals(others, own, scale, at, T)
+    if T.loose and T.mode != ALONE:
         tl.debug_barrier()  # `left` may be where x is
-    read = put_tile(total, target, cells, keys, root, at, T, MODE == OWED)
-    if MODE == OWED:
+    read = put_tile(total, target, cells, keys, root, at, T, T.mode == OWED)
+    if T.mode == OWED:
         left = minus(total, read)
-    if MODE != ALONE:
+    if T.mode != ALONE:
         store(source.left + start, left, at, T)
 
 
 @triton.jit
-def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
+def _sum_of_others(wires, keys, norm, at, T: tl.constexpr):
     """In two branches to the end: one behind them takes more registers (lloyd4 on sm_90: 96, not 80)."""
     if T.rare:
         others, post = sum_any(wires, at, T)
         others = leave(finish(others, keys, norm, at, T), post, T)
     else:
-        begun, odd = begin_sum(wires, at, T, WORLD)
+        begun, odd = begin_sum(wires, at, T)
         trouble = anywhere(odd)
-        if not CALM:
+        if not T.calm:
             trouble = trouble | 1
         if trouble == 0:
-            others, unit = usual_sum(begun, wires.levels, T, WORLD)
+            others, unit = usual_sum(begun, wires.levels, T)
             others = finish(times(others, unit), keys, norm, at, T)
         else:
             others, post = sum_any(wires, at, T)
@@ -249,21 +244,17 @@ def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, 
 
 
 @triton.jit
-def _totals(others, own, scale, at, T: tl.constexpr, MODE: tl.constexpr):
+def _totals(others, own, scale, at, T: tl.constexpr):
     """(others + scale * own, and of CHANGE minus what others gave to it); zeros past the end of a short block."""
-    total = ()
-    left = ()
-    for i in tl.static_range(T.size):
-        if MODE == CHANGE:
-            share = own[i] * scale
-            both = others[i] + share
-            left = left + (share - both,)
-        else:
-            both = tl.fma(own[i], scale, others[i])
-            left = left + (both,)
-        if T.loose:
-            both = tl.where(i * at.span + at.column < at.length, both, 0.0)
-        total = total + (both,)
+    if T.mode == CHANGE:
+        share = times(own, scale)
+        total = added(others, share)
+        left = minus(share, total)
+    else:
+        total = fused(own, scale, others)
+        left = total
+    if T.loose:
+        total = [tl.where(i * at.span + at.column < at.length, total[i], 0.0) for i in T.each]
     return total, left
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +15,20 @@ from thinwire.kernels.triton.frame import Frame, Keys, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part, RowNorms, Seeds, Share
-from thinwire.kernels.triton.tile import MOST_CODES, Tile
+from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.kernels.triton.tuning import Config
-from thinwire.wire import Kind
+from thinwire.wire import Kind, Layout
 
-_MODES = {"": 0, "classic": 2, "ef21": 3}  # tiles.OWED, tiles.CHANGE
+_MODES = {"classic": 2, "ef21": 3}  # tiles.OWED and CHANGE
 _UNKEYED = Keys((0, 0), (0, 0))  # of formats that need no keys
 
 
 def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedback | None) -> Encode:
     """See rows.encoder."""
-    known: dict[str, Any] = {"rows": _matrix(job, skip=skip), "factor": feedback.factor if feedback else 1.0}
-    known["seeds"] = Seeds(launch.split(hashing.mix64(job.seed)), by_row, first_row)
-    mode = _MODES[feedback.mode if feedback else ""]
+    seeds = Seeds(launch.split(hashing.mix64(job.seed)), by_row, first_row)
+    factor = feedback.factor if feedback else 1.0
+    known: dict[str, Any] = {"rows": _matrix(job, skip=skip), "seeds": seeds, "factor": factor}
+    mode = _mode(feedback)
     even = job.rows.each % 4 == 0
     if not job.how.format.block:
         raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
@@ -37,7 +37,7 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
         return lambda x, wires, mixed, memory: copy((wires, x, x))
     op = "encode_residual" if mode else "encode"
     config = tuning.choose(op, job.how, job.dtype, job.device, job.rows.numel)
-    make = functools.partial(_blocks, row_blocks.encode_rows, job, config, known, MODE=mode)
+    make = functools.partial(_blocks, row_blocks.encode_rows, job, config, known, mode=mode)
     blocks = Repeated(make, ("wire", "x", "memory", "left"), ("step",), even)
     keyed = job.how.keyed
 
@@ -53,8 +53,8 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     layout = job.layout(row)
     even = job.rows.each % 4 == 0
     if not layout.format.block:
-        make = functools.partial(_recode_plain, job, row, world, scale, own)
-        summing = Repeated(make, ("wire", "out", "x"), even=own < 0 or even)
+        plainly = functools.partial(_recode_plain, job, row, world, scale, own)
+        summing = Repeated(plainly, ("wire", "out", "x"), even=own < 0 or even)
         return lambda wires, wire, mixed, x, memory: summing((wires, wire, wire if own < 0 or x is None else x))
     op = "recode" if own < 0 else "recode_own"
     config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel)
@@ -62,21 +62,20 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     keyed = job.how.keyed
     if own < 0:
         known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
-        constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
-        made = launch.blocks(recode_kernel, job.how, layout, config, job.device, 0, 0, False, known, **constants)
+        wires = launch.unrolled(world, layout.format)
+        made = launch.blocks(recode_kernel, job.how, layout, config, job.device, more=known, world=wires)
         blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
         return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
     part = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
     more = (("stack", Stack(job.stride, world - 1)), ("part", part), ("norms", launch.norms(layout, scale)))
-    constants = {
-        "WORLD": launch.unrolled(world - 1, layout.format),
-        "CALM": abs(scale) * world < launch.SMALL_NORM,
-        "MODE": _MODES[feedback.mode if feedback else ""],
-    }
-    made_for = functools.partial(
-        launch.blocks, row_blocks.recode_own, job.how, layout, config, job.device, 0, 0, more=more, **constants
-    )
-    adding = Repeated(made_for, ("wire", "out", "x", "memory", "left"), ("keys",), even)
+    task = {"mode": _mode(feedback), "world": launch.unrolled(world - 1, layout.format)}
+    task["calm"] = abs(scale) * world < launch.SMALL_NORM
+
+    def make(grouped: bool) -> Prepared:
+        of = job.how, layout, config, job.device, 0, grouped, more
+        return launch.blocks(row_blocks.recode_own, *of, **task)
+
+    adding = Repeated(make, ("wire", "out", "x", "memory", "left"), ("keys",), even)
 
     def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
         assert x is not None
@@ -103,26 +102,24 @@ def decoder(
 ) -> Decode:
     """See rows.decoder."""
     format = job.how.format
-    known: dict[str, Any] = {"rows": _matrix(job, skip=skip, world=world), "share": Share(own, share)}
-    known |= {"scale": float(scale)}
-    mode = _MODES[feedback.mode if feedback else ""]
+    rows = _matrix(job, skip=skip, world=world)
+    known: dict[str, Any] = {"rows": rows, "share": Share(own, share), "scale": float(scale)}
+    mode = _mode(feedback)
     even = job.rows.each % 4 == 0
     is_plain = not format.block
     config = tuning.choose("decode_sum", decoding(format), job.dtype, job.device, job.rows.numel)
 
-    def make(grouped: bool, counted: bool) -> Prepared:
+    def make(grouped: bool, noted: bool) -> Prepared:
         if is_plain:
-            return _plain(plain.decode_plain, job, known, grouped, COUNT=counted, CHECK=False)
+            return _plain(plain.decode_plain, job, known, grouped, COUNT=noted, CHECK=False)
         full, tail = launch.norms(job.layout(0), scale)
         arguments = known | {"norms": RowNorms(full, tail, launch.norms(job.layout(job.rows.short), scale).tail)}
-        constants = {"WORLD": launch.unrolled(world, format), "CALM": abs(scale) * world < launch.SMALL_NORM}
-        constants |= {"MODE": mode, "COUNT": counted and not mode}
-        return _blocks(row_blocks.decode_rows, job, config, arguments, grouped, **constants)
+        task = {"world": launch.unrolled(world, format), "calm": abs(scale) * world < launch.SMALL_NORM}
+        task |= {"mode": mode, "notes": noted and not mode}
+        return _blocks(row_blocks.decode_rows, job, config, arguments, grouped, **task)
 
     tensors = ("wire", "out", "source", "bad", *(() if is_plain else ("left", "memory", "mean")))
-    launches = [
-        Repeated(functools.partial(make, counted=counted), tensors, ("call",), even) for counted in (False, True)
-    ]
+    launches = [Repeated(functools.partial(make, noted=noted), tensors, ("call",), even) for noted in (False, True)]
 
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
@@ -155,27 +152,25 @@ def adds_own(job: RowJob) -> bool:
     format = job.how.format
     if not format.block:
         return True
-    tile = _tile(job, Config(), False)
+    tile = launch.tile_of(job.how, _layouts(job), Config(), 0, False)
     return format.block <= MOST_CODES and not tile.affine and not tile.ragged.pieces
 
 
 # --- arguments known beforehand ---------------------------------------------------------------------------------------
 
 
+def _mode(feedback: Feedback | None) -> int:
+    return _MODES[feedback.mode] if feedback else 0
+
+
 def _matrix(job: RowJob, skip: int = -1, world: int = 1) -> Matrix:
     return Matrix(job.rows.each, job.stride, world, job.rows.short, skip)
 
 
-def _blocks(
-    kernel: Any, job: RowJob, config: Config, known: dict[str, Any], grouped: bool, **constants: Any
-) -> Prepared:
-    """encode_rows or decode_rows."""
-    layouts = [job.layout(0), job.layout(job.rows.short)]
-    T = _tile(job, config, grouped)
-    known = known | _frames(job) | launch.tables(job.how.format, job.device)
-    grid = (max(launch.programs(layout, T) for layout in layouts), job.rows.short + 1)
-    tail = any(map(launch.has_tail, layouts))
-    return launch.prepare_blocks(kernel, job.device, grid, T, config, known, TAIL=tail, **constants)
+def _blocks(kernel: Any, job: RowJob, config: Config, known: dict[str, Any], grouped: bool, **task: Any) -> Prepared:
+    """encode_rows or decode_rows. task: as in Tile."""
+    of = job.how, _layouts(job), config, job.device, known | _frames(job)
+    return launch.prepare_blocks(kernel, *of, grouped=grouped, rows=job.rows.short + 1, **task)
 
 
 def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, grouped: bool) -> Prepared:
@@ -194,13 +189,10 @@ def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **con
     return launch.prepare_plain(kernel, job.layout(0), job.device, known, rows, GROUPED=grouped, **constants)
 
 
-def _frames(job: RowJob) -> dict[str, Frame]:
+def _layouts(job: RowJob) -> tuple[Layout, Layout]:
     """Of the rows before the last, and of that."""
-    return {"a": launch.frame(job.layout(0)), "b": launch.frame(job.layout(job.rows.short))}
+    return job.layout(0), job.layout(job.rows.short)
 
 
-def _tile(job: RowJob, config: Config, grouped: bool) -> Tile:
-    """The tile that serves both layouts."""
-    first = launch.tile_of(job.how, job.layout(0), config, 0, 0, grouped)
-    last = launch.tile_of(job.how, job.layout(job.rows.short), config, 0, 0, grouped)
-    return replace(first, words=tuple(a and b for a, b in zip(first.words, last.words, strict=True)))
+def _frames(job: RowJob) -> dict[str, Frame]:
+    return dict(zip("ab", map(launch.frame, _layouts(job)), strict=True))

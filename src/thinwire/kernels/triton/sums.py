@@ -12,8 +12,8 @@ import triton.language as tl
 
 from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
 from thinwire.kernels.triton.four_bytes import PERMUTE
-from thinwire.kernels.triton.frame import offsets_of, sections, wide
-from thinwire.kernels.triton.memory import INTERPRETED, filled, instruction, look_up
+from thinwire.kernels.triton.frame import sections
+from thinwire.kernels.triton.memory import filled, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
     INF_BITS,
@@ -47,17 +47,10 @@ class Wires(NamedTuple):
 
 
 @triton.jit
-def wires_of(stack, frame, levels, own):
-    """All wires of a stack, with the sections' offsets in place of pointers."""
-    offsets = offsets_of(frame)
-    return Wires(offsets.scales, offsets.minima, offsets.planes, wide(stack.stride), stack.world, levels, own)
-
-
-@triton.jit
-def wires_from(wire, offsets, first, T: tl.constexpr):
-    """Where block `first` of all wires is. offsets: by `wires_of`."""
-    scales, minima, planes = sections(wire, offsets, first, T)
-    return Wires(scales, minima, planes, offsets.stride, offsets.world, offsets.levels, offsets.own)
+def wires_from(wire, stack, frame, levels, own, first, T: tl.constexpr):
+    """Where block `first` of all wires of a stack is, whose stride has 64 bits."""
+    scales, minima, planes = sections(wire, frame, first, T)
+    return Wires(scales, minima, planes, stack.stride, stack.world, levels, own)
 
 
 @triton.jit
@@ -80,12 +73,12 @@ def worst_scale(wires, at, T: tl.constexpr):
 
 
 @triton.jit
-def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
-    """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any. WORLD: wires, or 0 for a loop."""
-    if WORLD:
-        words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T, WORLD)
-        if T.narrow and WORLD > 1:
-            scales, odd = integers_of(scale_bits, T, WORLD)
+def begin_sum(wires, at, T: tl.constexpr):
+    """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any."""
+    if T.world:
+        words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T)
+        if T.narrow and T.world > 1:
+            scales, odd = integers_of(scale_bits, T)
             return (words, scales), odd
         else:
             return (words, scale_bits, minimum_bits), odd
@@ -94,20 +87,20 @@ def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
+def usual_sum(begun, table, T: tl.constexpr):
     """(z, unit): the sum of wires with usual scales, in a unit that is a power of two for each row."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    if WORLD > 1 and T.narrow:
+    if T.world > 1 and T.narrow:
         words, scales = begun
-        return exact_sum(words, scales, table, T, WORLD)
-    elif WORLD:
+        return exact_sum(words, scales, table, T)
+    elif T.world:
         words, scale_bits, minimum_bits = begun
         z = _zeros(T)
         if T.affine:
-            for w in tl.static_range(WORLD):
+            for w in tl.static_range(T.world):
                 minimum = float_of(minimum_bits[w])
                 z = [x + minimum for x in z]
-        for w in tl.static_range(WORLD):
+        for w in tl.static_range(T.world):
             z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
         return z, one
     else:
@@ -115,13 +108,13 @@ def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
-    """(words, scales, minima, odd) of WORLD wires, all asked for before the first is used."""
+def _load_wires(wires, at, T: tl.constexpr):
+    """(words, scales, minima, odd) of T.world wires, all asked for before the first is used."""
     words = ()
     scale_bits = ()
     minimum_bits = ()
     odd = tl.zeros((T.rows, T.columns), tl.int32)
-    for w in tl.static_range(WORLD):
+    for w in tl.static_range(T.world):
         bits = load_scale(wires.scales + _row(wires, w), at, T)
         scale_bits = scale_bits + (bits,)
         odd = odd | _is_odd(bits).to(tl.int32)
@@ -129,7 +122,7 @@ def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
             minimum = load_scale(wires.minima + _row(wires, w), at, T)
             minimum_bits = minimum_bits + (minimum,)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
-    for w in tl.static_range(WORLD):
+    for w in tl.static_range(T.world):
         words = words + _codes_of(wires, w, at, T)
     return words, scale_bits, minimum_bits, odd
 
@@ -183,10 +176,7 @@ def sum_any(wires, at, T: tl.constexpr):
 
 @triton.jit
 def _zeros(T: tl.constexpr):
-    z = ()
-    for _i in tl.static_range(T.size):
-        z = z + (tl.zeros((T.rows, T.columns), tl.float32),)
-    return z
+    return [tl.zeros((T.rows, T.columns), tl.float32) for _ in T.each]
 
 
 @triton.jit
@@ -240,26 +230,16 @@ def post_of(lifted, huge):
 @triton.jit
 def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
     """z + value of every code * scale. USUAL: so is the scale, and powers of two move between it and the value."""
-    added = ()
-    if T.cast:
-        for i in tl.static_range(T.size):
-            if T.bits == 16:
-                value = words[i]
-            else:
-                value = cast_value(code_of(words, i, T), T)
-            added = added + (z[i] + value * scale,)  # subnormal products round: twice, as the reference does
+    if T.cast:  # subnormal products round: twice, as the reference does
+        return [z[i] + (words[i] if T.bits == 16 else cast_value(code_of(words, i, T), T)) * scale for i in T.each]
     elif T.gaussian:
-        added = _add_levels(z, words, table, scale, T)
+        return _add_levels(z, words, table, scale, T)
     elif T.bits == 8:
-        for i in tl.static_range(T.size):
-            value = float_of(_byte(words[i // T.vector], i % T.vector)) - (WIDENER + T.zero)
-            added = added + (tl.fma(value, scale, z[i]),)
+        return [tl.fma(_whole_byte(words, i, T), scale, z[i]) for i in T.each]
     elif USUAL and len(T.planes) == 1:
-        added = _add_in_place(z, words, scale, T)
+        return _add_in_place(z, words, scale, T)
     else:
-        for i in tl.static_range(T.size):
-            added = added + (tl.fma(_integer(code_of(words, i, T), T), scale, z[i]),)
-    return added
+        return [tl.fma(_integer(code_of(words, i, T), T), scale, z[i]) for i in T.each]
 
 
 @triton.jit
@@ -269,22 +249,22 @@ def _integer(code, T: tl.constexpr):
 
 
 @triton.jit
+def _whole_byte(words, i: tl.constexpr, T: tl.constexpr):
+    """The number that an integer code of 8 bits stands for, without a shift."""
+    return float_of(_byte(words[i // T.vector], i % T.vector)) - (WIDENER + T.zero)
+
+
+@triton.jit
 def _byte(word, k: tl.constexpr):
     """Byte k of a word below the bits of 2**23."""
-    if INTERPRETED:
-        return ((word >> (8 * k)) & 0xFF) | WIDENER_BITS
-    else:
-        widener = tl.full(word.shape, WIDENER_BITS, tl.int32)
-        return instruction(filled(PERMUTE, 0x7540 + k), "=r,r,r", (word, widener))  # two zeros, and its upper byte
+    widener = tl.full(word.shape, WIDENER_BITS, tl.int32)
+    return instruction(filled(PERMUTE, 0x7540 + k), "=r,r,r", (word, widener))  # two zeros, and its upper byte
 
 
 @triton.jit
 def _bits_below(word, MASK: tl.constexpr):
     """Some bits of a word where they stand, below those of 2**23: one instruction, the constant in a register."""
-    if INTERPRETED:
-        return (word & MASK) | WIDENER_BITS
-    else:
-        return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
+    return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.jit
@@ -296,10 +276,7 @@ def _add_in_place(z, words, scale, T: tl.constexpr):
     scales = ()
     for place in tl.static_range(0, 16, T.bits):
         scales = scales + (scale * (2.0**-place),)
-    added = ()
-    for i in tl.static_range(T.size):
-        added = added + (_add_one(z[i], halves, scales, i // T.vector, i % T.vector, T),)
-    return added
+    return [_add_one(z[i], halves, scales, i // T.vector, i % T.vector, T) for i in T.each]
 
 
 @triton.jit
@@ -317,20 +294,15 @@ def _add_one(z, halves, scales, lane: tl.constexpr, v: tl.constexpr, T: tl.const
 
 @triton.jit
 def _add_levels(z, words, table, scale, T: tl.constexpr):
-    added = ()
     if T.trellis:
-        for i in tl.static_range(T.size):
-            added = added + (tl.fma(float_of(look_up(table, words[i], 0)), scale, z[i]),)
-    elif T.bits == 4 and T.vector == 4 and not INTERPRETED:
+        return [tl.fma(float_of(look_up(table, words[i], 0)), scale, z[i]) for i in T.each]
+    elif T.bits == 4 and T.vector == 4:
         quads = ()
         for bank in tl.static_range(T.banks[0]):
             quads = quads + (_four_levels(words[bank], T), _four_levels(words[bank] >> 16, T))
-        for i in tl.static_range(T.size):
-            added = added + (tl.fma(_level_of_quads(quads, i // 4, i % 4, T), scale, z[i]),)
+        return [tl.fma(_level_of_quads(quads, i // 4, i % 4, T), scale, z[i]) for i in T.each]
     else:
-        for i in tl.static_range(T.size):
-            added = added + (tl.fma(_level(words, i, table, T), scale, z[i]),)
-    return added
+        return [tl.fma(_level(words, i, table, T), scale, z[i]) for i in T.each]
 
 
 @triton.jit
@@ -374,7 +346,7 @@ def _level(words, index: tl.constexpr, table, T: tl.constexpr):
         return float_of(((word << (31 - PLACE)) & SIGN_BIT) | ONE_BITS)
     else:
         code = code_of(words, index, T)
-        if T.bits == 2 and not INTERPRETED:
+        if T.bits == 2:
             found = instruction(two_bit_text(T.levels[0], T.levels[1]), "=r,r", (code,))
             return float_of(found) - (WIDENER + 128)
         else:

@@ -8,7 +8,7 @@ tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking 
 those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
 """
 
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from thinwire.kernels.schema import LLOYD, STRAND, TRELLIS, Encoding, LloydTable
@@ -20,9 +20,9 @@ LONG_COLUMNS = 512  # of blocks longer than a tile
 LONG_WARPS = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tile:
-    """Format, encoder's choices and shape. Kernels are compiled once for each; see [Note: A tile]."""
+    """Format, encoder's choices, shape and task. Kernels are compiled once for each; see [Note: A tile]."""
 
     kind: int
     bits: int
@@ -40,69 +40,45 @@ class Tile:
     even: bool = False  # True => scales are read and written as 16-bit numbers, else as bytes
     loose: bool = False  # True => blocks have any length up to `block`, and elements past it are masked
 
-    # What follows from these:
-    span: int = field(init=False)  # elements of a lane
-    size: int = field(init=False)  # tensors of a tile
-    planes: tuple[int, ...] = field(init=False)  # widths of the code planes
-    banks: tuple[int, ...] = field(init=False)  # bytes of each plane that hold the codes of one column and v
-    shifts: tuple[int, ...] = field(init=False)  # bits of a code below those in each plane
-    starts: tuple[int, ...] = field(init=False)  # banks of all planes before each
-    count: int = field(init=False)  # words of a tile, of all planes
-    affine: bool = field(init=False)  # True => blocks have a minimum
-    trellis: bool = field(init=False)  # True => the codes of a strand were chosen together
-    gaussian: bool = field(
-        init=False
-    )  # True => codes stand for levels of a Gaussian: Lloyd's, and those of trellis codes
-    rotated: bool = field(init=False)
-    cast: bool = field(init=False)  # True => codes are short floats
-    e4m3: bool = field(init=False)  # which of the 8-bit float formats
-    pieces: bool = field(init=False)  # True => a block is longer than a tile
-    half: int = field(init=False)  # the code of zero, or of the smallest positive level
-    blank: int = field(init=False)  # the code of all elements of a block of zeros, where codes are levels
-    zero: int = field(init=False)  # an integer code less this is its number
-    grid: int = field(init=False)  # cells per standard deviation, of a table
-    levels: tuple[int, ...] = field(init=False)  # positive ones of a table
-    edges: tuple[int, ...] = field(init=False)  # of a Lloyd table
-    reach: int = field(init=False)  # the largest value of a code, without its sign, in units of its scale
-    narrow: bool = field(init=False)  # True => sums of a few wires are made of integers: exact_sums.py
-    # True => it is summed in the one way that serves all scales: a second, faster one would double what is compiled,
-    # which trellis codes and a short last block are not worth.
-    rare: bool = field(init=False)
+    # What a kernel does with its blocks:
+    tail: bool = False  # True => the last one may be short
+    mode: int = 0  # of feedback: tiles.ALONE and the others there
+    world: int = 0  # wires that are added; 0 => any number, in a loop
+    calm: bool = False  # True => scales are so small that a usual sum stays inside the range of the output
+    check: bool = False  # True => headers are compared, and the key is theirs
+    notes: bool = False  # True => a call that meets numbers that are not finite is noted: decode_blocks.Sink
 
     def __post_init__(self) -> None:
-        planes = PLANES.get(self.bits, (self.bits,))
-        banks = tuple(width * self.lanes // 8 for width in planes)
-        trellis = self.kind == Kind.TRELLIS
-        gaussian = trellis or self.kind == Kind.LLOYD
-        cast = self.kind == Kind.CAST
-        affine = self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE
-        half = 1 << self.bits - 1
-        table = TRELLIS[self.bits] if trellis else LLOYD[self.bits] if gaussian else None
-        self.__dict__.update(
-            span=self.block // self.lanes,
-            size=self.lanes * self.vector,
-            planes=planes,
-            banks=banks,
-            shifts=tuple(sum(planes[:p]) for p in range(len(planes))),
-            starts=tuple(sum(banks[:p]) for p in range(len(planes))),
-            count=self.lanes * self.vector if self.bits == 16 or trellis else sum(banks),
-            affine=affine,
-            trellis=trellis,
-            gaussian=gaussian,
-            rotated=gaussian and self.variant == LloydVariant.ROTATED,
-            cast=cast,
-            e4m3=cast and self.variant == CastVariant.E4M3,
-            pieces=self.columns * self.vector < self.block // self.lanes,
-            half=half,
-            blank=0 if trellis else half,
-            zero=0 if affine else half,
-            grid=table.grid if table else 0,
-            levels=table.levels if table else (),
-            edges=table.edges if isinstance(table, LloydTable) else (),
-            reach=table.levels[-1] if table else half,
-            narrow=self.bits in (1, 2, 4) and not affine and self.vector == 4,
-            rare=trellis or (self.loose and self.columns < LONG_COLUMNS),
-        )
+        """What follows from these."""
+        self.span = self.block // self.lanes  # elements of a lane
+        self.size = self.lanes * self.vector  # tensors of a tile
+        self.planes = PLANES.get(self.bits, (self.bits,))  # widths of the code planes
+        self.banks = tuple(width * self.lanes // 8 for width in self.planes)  # bytes of a plane for one column and v
+        self.shifts = tuple(sum(self.planes[:p]) for p in range(len(self.planes)))  # bits of a code below each plane's
+        self.starts = tuple(sum(self.banks[:p]) for p in range(len(self.planes)))  # banks of all planes before each
+        self.affine = self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE  # blocks have a minimum
+        self.trellis = self.kind == Kind.TRELLIS  # the codes of a strand were chosen together
+        self.gaussian = self.trellis or self.kind == Kind.LLOYD  # codes stand for levels of a Gaussian
+        self.rotated = self.gaussian and self.variant == LloydVariant.ROTATED
+        self.cast = self.kind == Kind.CAST  # codes are short floats
+        self.e4m3 = self.cast and self.variant == CastVariant.E4M3  # which of the 8-bit formats
+        self.count = self.size if self.bits == 16 or self.trellis else sum(self.banks)  # words of a tile, of all planes
+        self.pieces = self.columns * self.vector < self.span  # a block is longer than a tile
+        self.half = 1 << self.bits - 1  # the code of zero, or of the smallest positive level
+        self.blank = 0 if self.trellis else self.half  # the code of all elements of a block of zeros, as levels
+        self.zero = 0 if self.affine else self.half  # an integer code less this is its number
+        table = TRELLIS[self.bits] if self.trellis else LLOYD[self.bits] if self.gaussian else None
+        self.grid = table.grid if table else 0  # cells per standard deviation
+        self.levels = table.levels if table else ()  # positive ones
+        self.edges = table.edges if isinstance(table, LloydTable) else ()
+        self.reach = self.levels[-1] if table else self.half  # the largest |value| of a code, in units of its scale
+        # Whether sums of a few wires are made of integers: exact_sums.py.
+        self.narrow = self.bits in (1, 2, 4) and not self.affine and self.vector == 4
+        # Whether it is summed in the one way that serves all scales: a second, faster one would double what is
+        # compiled, which trellis codes and a short last block are not worth.
+        self.rare = self.trellis or (self.loose and self.columns < LONG_COLUMNS)
+        self._seen = tuple(vars(self).values())
+        self.each = tuple(range(self.size))  # the numbers of the tensors
 
     @cached_property
     def ragged(self) -> "Tile":
@@ -126,7 +102,7 @@ class Tile:
     def _text(self) -> str:
         """Everything that a kernel sees: Triton keeps compiled kernels on disk under this."""
         ragged = None if self.pieces else (self.ragged.lanes, self.ragged.columns)
-        return f"Tile{(*astuple(self), ragged)}"
+        return f"Tile{(*self._seen, ragged)}"
 
     def __repr__(self) -> str:  # part of the key under which a compiled kernel is found, at every launch
         return self._text

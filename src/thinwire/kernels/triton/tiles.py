@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton.four_bytes import signed
 from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words
 
 # Feedback: what is encoded, and what is left where the next message finds it.
@@ -130,15 +131,15 @@ def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
             word = words[T.starts[p] + bank]
             if T.gaussian:
                 word = tl.where(zero, everywhere(T.blank >> T.shifts[p], T.planes[p], T.vector), word)
-            place = bank * (at.span // T.vector)
-            start = _start_in_plane(planes, p, at, T)
+            start, place = _word_at(planes, p, bank, at, T)
             store_bytes(start, place, tl.where(bad, 0, word), at.inside, T.words[p], T.vector)
 
 
 @triton.jit
-def _start_in_plane(planes, p: tl.constexpr, at, T: tl.constexpr):
-    """Where the words of bank 0 are in plane p; those of another bank are as many words further in all threads."""
-    return planes[p] + (row_start(at.row, T.span * T.banks[p] // T.vector, T) + at.column) * T.vector
+def _word_at(planes, p: tl.constexpr, bank: tl.constexpr, at, T: tl.constexpr):
+    """Where the words of bank 0 are in plane p, and how many words further, in all threads, those of another bank."""
+    start = planes[p] + (row_start(at.row, T.span * T.banks[p] // T.vector, T) + at.column) * T.vector
+    return start, bank * (at.span // T.vector)
 
 
 @triton.jit
@@ -180,8 +181,7 @@ def place_index(place, width, bank, banks, vector):
 def everywhere(code, width, count):
     """The sum of a code in every place of `count` bytes of a plane, modulo 2**32, as a signed number."""
     code = code & ((1 << width) - 1) if code < 256 else code
-    total = sum(code << (8 * i + place) for i in range(count) for place in range(0, 8, width))
-    return (total + (1 << 31)) % (1 << 32) - (1 << 31)
+    return signed(sum(code << (8 * i + place) for i in range(count) for place in range(0, 8, width)))
 
 
 @triton.jit
@@ -193,8 +193,7 @@ def load_codes(planes, at, T: tl.constexpr):
         words = ()
         for p in tl.static_range(len(T.planes)):
             for bank in tl.static_range(T.banks[p]):
-                place = bank * (at.span // T.vector)
-                start = _start_in_plane(planes, p, at, T)
+                start, place = _word_at(planes, p, bank, at, T)
                 words = words + (load_bytes(start, place, at.there, T.words[p], T.vector),)
         return words
 

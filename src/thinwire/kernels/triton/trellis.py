@@ -15,7 +15,7 @@ import triton.language as tl
 
 from thinwire.kernels import schema, trellis
 from thinwire.kernels.triton.memory import look_up
-from thinwire.kernels.triton.numbers import ROUNDER, ROUNDER_BITS, bits_of
+from thinwire.kernels.triton.numbers import ROUNDER, ROUNDER_BITS, bits_of, shifted
 from thinwire.kernels.triton.tiles import code_of, packed, row_total
 
 HALF = tl.constexpr(schema.CELLS // 2)
@@ -60,15 +60,10 @@ def best_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
 @triton.jit
 def indices(words, at, T: tl.constexpr):
     """The places of the codes' levels in the table, from the words of the codes' planes."""
-    codes = ()
-    for i in tl.static_range(T.size):
-        codes = codes + (code_of(words, i, T),)
+    codes = [code_of(words, i, T) for i in T.each]
     one = _before([code & 1 for code in codes], at, T)
     two = _before(one, at, T)
-    found = ()
-    for i in tl.static_range(T.size):
-        found = found + ((codes[i] >> 1) * 4 + ((codes[i] & 1) ^ two[i]) * 2 + one[i],)
-    return found
+    return [(codes[i] >> 1) * 4 + ((codes[i] & 1) ^ two[i]) * 2 + one[i] for i in T.each]
 
 
 @triton.jit
@@ -124,8 +119,8 @@ def _best_path(tile, gain, table, at, T: tl.constexpr):
         word = _of_state(segments, COUNT - 1 - k, state)
         two = _put(two, (COUNT - 1 - k) * each, word)
         state = ((word >> 1) & 1) | ((word & 1) << 1)
-    path = (path[0] | _shifted(two[0], 2) | (two[1] << 30), path[1] | _shifted(two[1], 2))
-    return path, (path[0] << 1, (path[1] << 1) | _shifted(path[0], 31)), two
+    path = (path[0] | shifted(two[0], 2) | (two[1] << 30), path[1] | shifted(two[1], 2))
+    return path, (path[0] << 1, (path[1] << 1) | shifted(path[0], 31)), two
 
 
 @triton.jit
@@ -133,12 +128,6 @@ def _put(words, place, bits):
     """The bits of two words with more from a place on; none cross from the first to the second."""
     bits = bits << (place % 32)
     return words[0] | tl.where(place < 32, bits, 0), words[1] | tl.where(place < 32, 0, bits)
-
-
-@triton.jit
-def _shifted(word, COUNT: tl.constexpr):
-    """A word without its sign, some places down."""
-    return (word.to(tl.uint32, bitcast=True) >> COUNT).to(tl.int32, bitcast=True)
 
 
 @triton.jit
