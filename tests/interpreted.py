@@ -220,8 +220,9 @@ def acts_of(case: Case, n: int, dtype: torch.dtype) -> Iterator[tuple[str, Calla
         if dtype == F32 or codec == Identity():
             yield f"recode of {world}", lambda wires=wires: {"wire": cases.recoded(codec, wires, n, 1 / 3, 4, dtype)}
     if case.near and dtype == F32 and n == case.lengths[-1]:
-        for spread in (3, 6.5, 8) if everything() else (6.5,):  # powers of two between the first rank and the last
+        for spread in (3, 6.5, 8) if everything() else (3, 6.5):  # powers of two between the first rank and the last
             wires = _near_wires(codec, n, spread)
+            yield f"decode of one, {spread}", lambda wires=wires: {"sum": cases.summed(codec, wires[:1], n, F32, 1 / 3)}
             yield f"decode_sum, near {spread}", lambda wires=wires: {"sum": cases.summed(codec, wires, n, F32, 1 / 3)}
             yield (
                 f"recode, near {spread}",

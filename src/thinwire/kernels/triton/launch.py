@@ -32,6 +32,7 @@ PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program,
 PLAIN_WARPS = 8
 SHORT_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
+Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change from call to call, by name
 
 
 # --- the three operations ---------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     at = wire.data_ptr() % 16
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
-    launch = blocks(encode_kernel, how, layout, config, x.device, at, grouped, mode=int(residual is not None))
+    launch = blocks(encode_kernel, how, (layout,), config, x.device, at, grouped, mode=int(residual is not None))
     launch(x=x, residual=carried, wire=wire, keys=_keys(how, rotation, dither))
 
 
@@ -60,13 +61,13 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     check = rotation is None
     if not format.block:
         grouped = _grouped(out) and at == 0
-        launch = plain_wire(plain.decode_plain, layout, out.device, GROUPED=grouped, COUNT=False, CHECK=check)
+        launch = plain_wires(plain.decode_plain, (layout,), out.device, GROUPED=grouped, COUNT=False, CHECK=check)
         rows = Matrix(0, *stack, short=0, skip=-1)
         launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
     task = {"world": unrolled(stack.world, format), "check": check, "calm": abs(scale) * stack.world < SMALL_NORM}
     config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel())
-    launch = blocks(decode_kernel, decoding(format), layout, config, out.device, at, _grouped(out), **task)
+    launch = blocks(decode_kernel, decoding(format), (layout,), config, out.device, at, _grouped(out), **task)
     launch(wire=wires_WN, stack=stack, out=out, rotation=split(rotation or 0), norms=norms(layout, scale))
 
 
@@ -80,12 +81,12 @@ def recode(
     check = rotation is None
     given = {"wire": wires_WN, "stack": stack, "out": wire}
     if not how.format.block:
-        launch = plain_wire(plain.recode_plain, layout, wire.device, GROUPED=at == 0, OWN=False, CHECK=check)
+        launch = plain_wires(plain.recode_plain, (layout,), wire.device, GROUPED=at == 0, OWN=False, CHECK=check)
         launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
     config = tuning.choose("recode", how, torch.float32, wire.device, numel)
     world = unrolled(stack.world, how.format)
-    launch = blocks(recode_kernel, how, layout, config, wire.device, at, world=world, check=check)
+    launch = blocks(recode_kernel, how, (layout,), config, wire.device, at, world=world, check=check)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
@@ -124,7 +125,7 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
     constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
-    launch = plain_wire(plain.encode_plain, layout, x.device, **constants)
+    launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
     launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
@@ -135,40 +136,35 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
 def blocks(
     kernel: Any,
     how: Encoding,
-    layout: Layout,
+    layouts: tuple[Layout, ...],
     config: Config,
     device: torch.device,
     at: int = 0,
     grouped: bool = False,
-    more: tuple[tuple[str, Any], ...] = (),
-    **task: Any,
-) -> Prepared:
-    """See prepare_blocks. more: other arguments that are known beforehand."""
-    known = {"frame": frame(layout), **dict(more)}
-    return prepare_blocks(kernel, how, (layout,), config, device, known, at, grouped, **task)
-
-
-def prepare_blocks(
-    kernel: Any,
-    how: Encoding,
-    layouts: Sequence[Layout],
-    config: Config,
-    device: torch.device,
-    known: dict[str, Any],
-    at: int = 0,
-    grouped: bool = False,
+    known: Known = (),
     rows: int = 1,
     **task: Any,
 ) -> Prepared:
-    """A kernel of wires with blocks, of these layouts, in so many rows.
+    """A kernel of wires with blocks: of one layout, or of those of all rows but the last and of that.
 
     at: the bits below 16 of any wire's address. grouped: as in Tile, and so is the task.
     """
     T = replace(tile_of(how, layouts, config, at, grouped), tail=any(map(_has_tail, layouts)), **task)
     grid = max(_programs(layout, T) for layout in layouts), rows
-    known = known | tables(how.format.kind, how.format.bits, device)
+    beforehand = frames(layouts) | tables(how.format.kind, how.format.bits, device) | dict(known)
     warps = LONG_WARPS if T.pieces else config.warps
-    return Prepared(kernel, device, grid, warps, known, {"T": T if INTERPRETED else Known(T)}, config.registers)
+    constants = {"T": T if INTERPRETED else Constants(T)}
+    return Prepared(kernel, device, grid, warps, beforehand, constants, config.registers)
+
+
+@lru_cache(maxsize=4096)
+def plain_wires(
+    kernel: Any, layouts: tuple[Layout, ...], device: torch.device, known: Known = (), rows: int = 1, **constants: bool
+) -> Prepared:
+    """A kernel of wires without blocks; layouts and rows as in `blocks`."""
+    grid = max(1, -(-4 * layouts[0].numel // PLAIN_BYTES)), rows
+    constants = {"SHORT": SHORT_KINDS[layouts[0].plain_dtype], **constants}
+    return Prepared(kernel, device, grid, PLAIN_WARPS, frames(layouts) | dict(known), constants)
 
 
 def _programs(layout: Layout, T: Tile) -> int:
@@ -193,19 +189,9 @@ def tile_of(how: Encoding, layouts: Sequence[Layout], config: Config, at: int, g
     return tile(how, lanes=config.lanes, threads=32 * config.warps, words=words, grouped=grouped, even=at % 2 == 0)
 
 
-@lru_cache(maxsize=4096)
-def plain_wire(kernel: Any, layout: Layout, device: torch.device, **constants: bool) -> Prepared:
-    """A kernel of a wire without blocks."""
-    one = frame(layout)
-    return prepare_plain(kernel, layout, device, {"frame": one, "a": one, "b": one}, **constants)
-
-
-def prepare_plain(
-    kernel: Any, layout: Layout, device: torch.device, known: dict[str, Any], rows: int = 1, **constants: bool
-) -> Prepared:
-    """A kernel of numbers without blocks, in as many rows; `layout` is that of the longest."""
-    grid = (max(1, -(-4 * layout.numel // PLAIN_BYTES)), rows)
-    return Prepared(kernel, device, grid, PLAIN_WARPS, known, {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants})
+def frames(layouts: Sequence[Layout]) -> dict[str, Any]:
+    """The layout of a wire, or those of rows, by the names that kernels have for them."""
+    return {"frame": frame(layouts[0]), "a": frame(layouts[0]), "b": frame(layouts[-1])}
 
 
 @lru_cache(maxsize=4096)
@@ -256,7 +242,7 @@ def roots(layout: Layout) -> tuple[float, float]:
     return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0
 
 
-class Known:
+class Constants:
     """A tile as Triton's compiler sees it: every attribute is a constant of the kernel."""
 
     def __init__(self, of: Tile) -> None:
@@ -266,10 +252,10 @@ class Known:
         value = getattr(self._tile, name)
         if isinstance(value, tuple):
             return tl.tuple([tl.constexpr(v) for v in value])
-        return tl.constexpr(Known(value) if isinstance(value, Tile) else value)
+        return tl.constexpr(Constants(value) if isinstance(value, Tile) else value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Known) and self._tile == other._tile
+        return isinstance(other, Constants) and self._tile == other._tile
 
     def __hash__(self) -> int:
         return hash(self._tile)

@@ -11,7 +11,7 @@ from thinwire.kernels import hashing
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import launch, plain, row_blocks, tuning
-from thinwire.kernels.triton.frame import Frame, Keys, Stack
+from thinwire.kernels.triton.frame import Keys, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part, RowNorms, Seeds, Share
@@ -63,7 +63,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     if own < 0:
         known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
         wires = launch.unrolled(world, layout.format)
-        made = launch.blocks(recode_kernel, job.how, layout, config, job.device, more=known, world=wires)
+        made = launch.blocks(recode_kernel, job.how, (layout,), config, job.device, known=known, world=wires)
         blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
         return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
     part = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
@@ -72,7 +72,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     task["calm"] = abs(scale) * world < launch.SMALL_NORM
 
     def make(grouped: bool) -> Prepared:
-        of = job.how, layout, config, job.device, 0, grouped, more
+        of = job.how, (layout,), config, job.device, 0, grouped, more
         return launch.blocks(row_blocks.recode_own, *of, **task)
 
     adding = Repeated(make, ("wire", "out", "x", "memory", "left"), ("keys",), even)
@@ -141,7 +141,7 @@ def scanner(job: RowJob, world: int) -> Scan:
     short = world - 1 if world > 1 else job.rows.short
     layout = job.layout(0)
     grid = (-(-layout.num_blocks // row_blocks.SCANNED.value), short + 1)
-    known = {"rows": _matrix(job)._replace(short=short), **_frames(job)}
+    known = {"rows": _matrix(job)._replace(short=short), **launch.frames(_layouts(job))}
     prepared = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
     made = Repeated(lambda grouped: prepared, ("wire", "bad"), ("call",))
     return lambda wires, bad: made((wires, bad.noted), (bad.call,))
@@ -169,30 +169,24 @@ def _matrix(job: RowJob, skip: int = -1, world: int = 1) -> Matrix:
 
 def _blocks(kernel: Any, job: RowJob, config: Config, known: dict[str, Any], grouped: bool, **task: Any) -> Prepared:
     """encode_rows or decode_rows. task: as in Tile."""
-    of = job.how, _layouts(job), config, job.device, known | _frames(job)
-    return launch.prepare_blocks(kernel, *of, grouped=grouped, rows=job.rows.short + 1, **task)
+    of = job.how, _layouts(job), config, job.device, 0, grouped, tuple(known.items()), job.rows.short + 1
+    return launch.blocks(kernel, *of, **task)
 
 
 def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, grouped: bool) -> Prepared:
-    layout = job.layout(row)
     has_own = own >= 0
-    known = {"frame": launch.frame(layout), "stack": Stack(job.stride, world - has_own)}
-    known["part"] = Part(job.rows.span(row)[0] if has_own else 0, own, 1.0, float(scale))
+    part = Part(job.rows.span(row)[0] if has_own else 0, own, 1.0, float(scale))
+    known = (("stack", Stack(job.stride, world - has_own)), ("part", part))
     constants = {"GROUPED": grouped, "OWN": has_own, "CHECK": False}
-    return launch.prepare_plain(plain.recode_plain, layout, job.device, known, **constants)
+    return launch.plain_wires(plain.recode_plain, (job.layout(row),), job.device, known, **constants)
 
 
 def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **constants: bool) -> Prepared:
     """encode_plain or decode_plain."""
-    known = known | _frames(job)
-    rows = job.rows.short + 1
-    return launch.prepare_plain(kernel, job.layout(0), job.device, known, rows, GROUPED=grouped, **constants)
+    of = _layouts(job), job.device, tuple(known.items()), job.rows.short + 1
+    return launch.plain_wires(kernel, *of, GROUPED=grouped, **constants)
 
 
 def _layouts(job: RowJob) -> tuple[Layout, Layout]:
     """Of the rows before the last, and of that."""
     return job.layout(0), job.layout(job.rows.short)
-
-
-def _frames(job: RowJob) -> dict[str, Frame]:
-    return dict(zip("ab", map(launch.frame, _layouts(job)), strict=True))
