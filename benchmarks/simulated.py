@@ -185,9 +185,7 @@ class ReplicaAverager:
         sizes = [s.codec.wire_bytes(lane_rows(s, self.world, two_phase=True).each, s.encoded) for s in streamed]
         self._stride = sum(sizes)
         links: list[Any] = list(spots)
-        self.bytes_per_step = max(
-            sum(TwoPhase(link).sent_bytes(s.codec, s.numel, torch.float32) for s in streamed) for link in links
-        )
+        self.bytes_per_step = max(sum(TwoPhase(link).sent_bytes(s, s.numel) for s in streamed) for link in links)
         return [
             Lane(
                 lane=lane,

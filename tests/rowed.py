@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import channel, groups, transport
-from thinwire.collectives.transport import Tags, Transport
+from thinwire.collectives.transport import Transport
 
 CPU = torch.device("cpu")
 
@@ -22,14 +22,14 @@ class RowedTransport(transport.PairTransport):
 
     on_stream = True
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
-        super().__init__(group, tags)
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
+        super().__init__(group, sequences)
         self.device = CPU
         self.log: list[tuple[str, int]] = []
 
-    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         self.log.append(("all_to_all", sent.numel()))
-        dist.all_to_all_single(came, sent, group=self.group)
+        dist.all_to_all_single(received, sent, group=self.group)
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         self.log.append(("all_gather", output.numel()))
@@ -39,13 +39,13 @@ class RowedTransport(transport.PairTransport):
         self.log.append(("broadcast", whole.numel()))
         dist.broadcast(whole, group=self.group, group_src=source)
 
-    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+    def exchange_rows(self, received: Tensor, sent: Tensor, received_R: Sequence[int], sent_R: Sequence[int]) -> None:
         self.log.append(("exchange", sent.numel()))
-        dist.all_to_all_single(came, sent, list(came_R), list(sent_R), group=self.group)
+        dist.all_to_all_single(received, sent, list(received_R), list(sent_R), group=self.group)
 
 
-def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
-    return RowedTransport(group, tags)
+def _rowed_transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
+    return RowedTransport(group, sequences)
 
 
 @contextlib.contextmanager

@@ -32,10 +32,10 @@ SITE = CallSite(1, "all_reduce")
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
     reducer, chunking = kind(channel.transport), chunks.Chunking(x.numel(), 16_384)
-    size = reducer.scratch_bytes(codec, chunking.chunk, x.dtype)
-    call = issue_call(channel, "all_reduce")
-    plan = CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec, chunking=chunking)], size, 3 * size)
-    return AllReduce(call.context(plan, 7), [Lane(plan.lanes[0], Flat([x]))], reducer, 1.0)
+    lane = LaneSpec(x.numel(), codec, codec, dtype=x.dtype, chunking=chunking)
+    size = reducer.scratch_bytes(lane, chunking.chunk)
+    context = issue_call(channel, "all_reduce").context(CallPlan("all_reduce", [lane], size, 3 * size), 7)
+    return AllReduce(context, [Lane(lane, Flat([x]))], reducer, 1.0)
 
 
 def nccl_channel() -> Channel:

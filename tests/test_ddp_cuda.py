@@ -77,19 +77,19 @@ def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: 
 
 def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, float]:
     channel, device = nccl_channel(), CUDA
-    codec, chunking = thinwire.codec("lloyd2"), chunks.Chunking(N, 16_384)
     memories = [torch.zeros(N, device=device) for _ in range(2)]
     gaps = feedback.Gaps([feedback.Piece("all", N)])
     carry = feedback.Classic(memories[0], 1, gaps) if kind == "classic" else feedback.EF21(*memories, 1, gaps)
     reducer = OneShot(channel.transport)
-    size = reducer.scratch_bytes(codec, chunking.chunk, torch.float32)
+    spec = LaneSpec(N, *[thinwire.codec("lloyd2")] * 2, kind, chunking=chunks.Chunking(N, 16_384))
+    size = reducer.scratch_bytes(spec, 16_384)
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec, kind, chunking=chunking)], size, 3 * size)
-        call = issue_call(channel, plan.text)
-        lane = Lane(plan.lanes[0], Flat([x]), carry, None, told.append)
-        channel.submit(AllReduce(call.context(plan, step), [lane], reducer, 1.0), call.site).wait()
+        call = issue_call(channel, "all_reduce")
+        context = call.context(CallPlan("all_reduce", [spec], size, 3 * size), step)
+        lane = Lane(spec, Flat([x]), carry, None, told.append)
+        channel.submit(AllReduce(context, [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -25,7 +25,7 @@ from cases import CPU, digest, generated, given, on_ranks, small_chunks, thoroug
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
-from thinwire.collectives.chunks import Desk, Flat, Span
+from thinwire.collectives.chunks import Flat, Scratch, Span
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing
 from thinwire.collectives.transport import Stages
@@ -467,7 +467,7 @@ def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin
     tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
     row, flat = torch.cat(tensors), Flat(tensors)
     span = Span(min(begin, row.numel()), min(begin + length, row.numel()))
-    read = flat.read(span, Desk(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
+    read = flat.read(span, Scratch(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
     assert torch.equal(read, row[span.begin : span.end])
     read += 1
     flat.write(span, read)
@@ -490,7 +490,7 @@ class Fails(Operation):
     def __init__(self) -> None:
         self.outputs = []
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         yield ()
         raise OSError("the cable is cut")
 

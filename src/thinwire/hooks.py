@@ -24,8 +24,8 @@ from thinwire import collectives, functional
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import checks, groups
 from thinwire.collectives.groups import Group
-from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.collectives.plan import SumAlgorithm
+from thinwire.collectives.sums import fewest_roundings
 from thinwire.errors import CodecError, CollectiveError
 
 __all__ = [

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
-from thinwire.collectives.chunks import Desk, Flat
-from thinwire.collectives.hierarchical import flat_algorithm, flat_reducer
+from thinwire.collectives.chunks import Flat, Scratch
 from thinwire.collectives.lane import Lane, LaneChunk, lane_chunks
-from thinwire.collectives.plan import flat_lane, sum_plan, sum_sent_bytes
+from thinwire.collectives.plan import flat_lane, sent_bytes, sum_plan
+from thinwire.collectives.sums import flat_algorithm, flat_reducer
 from thinwire.collectives.transport import Messages, Stages, Transport, Waitable
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Memories
@@ -89,7 +89,7 @@ class _Shelf:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-class _SeatDesk(Desk):
+class _SeatScratch(Scratch):
     """A rank's part of a shelf. A sum in two phases takes a wire per shard, then its own rows; one shot takes rows."""
 
     def __init__(self, shelf: _Shelf, rank: int) -> None:
@@ -132,7 +132,7 @@ class RehearsedBucket:
         self.numel = sum(size.numel for size in self.sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
-        self.sent_bytes = self.plain_bytes if self.plain else sum_sent_bytes(plan, self.specs)
+        self.sent_bytes = self.plain_bytes if self.plain else sent_bytes(plan, world)
 
     def keeps(self, at: int) -> bool:
         """Whether the ranks' numbers of a lane stay until the end of a step."""
@@ -184,10 +184,10 @@ class RehearsedSum:
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
 
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
-        desk = _SeatDesk(self._shelves[index], rank)
-        chunks = lane_chunks(loaded, index, self._step, desk)
+        scratch = _SeatScratch(self._shelves[index], rank)
+        chunks = lane_chunks(loaded, index, self._step, scratch)
         reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
-        stages = reducer.stages(chunks, 1.0 / self.bucket.world, (0, 1), desk)
+        stages = reducer.stages(chunks, 1.0 / self.bucket.world, (0, 1), scratch)
         next(stages)
         for chunk in chunks:
             if not self.bucket.keeps(chunk.key.lane):

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives.channel import Channel, known_channel
+from thinwire.collectives.channel import Channel, bounded, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
@@ -106,7 +106,7 @@ def remember(
         return
     if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
         key = verb, codec, algorithm, how, tensors[0].dtype, *[tensor.shape for tensor in tensors]
-        channel.remember(key, call.plan)
+        bounded(channel.known)[key] = call.plan
 
 
 def issue_planned(

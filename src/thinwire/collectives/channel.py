@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from thinwire.collectives.groups import Group
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.programs import Program, copying
-from thinwire.collectives.transport import Tags, Transport
+from thinwire.collectives.transport import Transport
 from thinwire.collectives.work import StreamWork, Work
 from thinwire.collectives.workspaces import CallerWorkspace, StreamWorkspace, Workspace
 from thinwire.errors import CollectiveError, PeerError
@@ -46,7 +46,7 @@ class Channel:
         self.device = device
         self.world = math.prod(link.world for link in links)
         self.plans: dict[str, CallPlan | None] = {}  # by the descriptions that ranks have compared
-        self.known: dict[Hashable, CallPlan] = {}  # the same by the raw arguments of this rank's calls, and by parts
+        self.known: dict[Hashable, CallPlan] = {}  # by raw arguments of calls, and by what fixes a message
         self.measured = Measured()
         self.failures = Failures(links)
         self.handshake = Handshake(links, self.failures)
@@ -84,11 +84,6 @@ class Channel:
             self.known.clear()
         self.plans.setdefault(site.text, None)
         return found
-
-    def remember(self, key: Hashable, plan: CallPlan) -> CallPlan:
-        """Keep a plan under the raw arguments of a call, or under what fixes a part of another plan."""
-        bounded(self.known)[key] = plan
-        return plan
 
     def submit(
         self,
@@ -153,7 +148,7 @@ class Channel:
         if is_first_run is None:
             is_first_run = not site.known
         if not in_order and not all(map(Tensor.is_contiguous, tensors)):
-            program = functools.partial(copying, program, written, ())
+            program = functools.partial(copying, program, written)
         if not in_order and is_first_run:
             program(Workspace(torch.device("meta")), tensors, number)  # a dry run
             kernels.compiled()
@@ -239,7 +234,7 @@ def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
 
 @dataclass
 class _GroupState:
-    tags: Tags = field(default_factory=Tags)
+    sequences: Iterator[int] = field(default_factory=itertools.count)  # of the tags of all devices
     transports: dict[torch.device, Transport] = field(default_factory=dict)
     channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group
 
@@ -315,7 +310,7 @@ def _new_channel(
 def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     state = _groups.setdefault(group, _GroupState())
     if device not in state.transports:
-        state.transports[device] = transports.transport(group, device, state.tags)
+        state.transports[device] = transports.transport(group, device, state.sequences)
     return state.transports[device]
 
 

@@ -91,7 +91,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
 
 
 def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int | None = None) -> list[Tensor]:
-    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals.
+    """`tensors` as a list of dense tensors of one dtype and device, detached; complex ones as pairs of reals.
 
     The first `outputs` of them must be writable element by element. A `step`, if given, must be a valid one.
     """
@@ -127,8 +127,8 @@ def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int
     if first.is_complex():
         if any(tensor.is_conj() for tensor in listed):
             raise CollectiveError(f"{what}: a conjugated view shares its memory: call resolve_conj() on it first")
-        return [torch.view_as_real(tensor) for tensor in listed]
-    return listed
+        return [torch.view_as_real(tensor.detach()) for tensor in listed]
+    return [tensor.detach() for tensor in listed]
 
 
 def check_gradient(grad: Tensor) -> None:

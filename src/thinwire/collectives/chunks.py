@@ -115,23 +115,23 @@ def aligned(nbytes: int, to: int = 16) -> int:
     return -(-nbytes // to) * to
 
 
-class Desk:
-    """Cuts a chunk's scratch into named parts."""
+class Scratch:
+    """The scratch of one chunk, handed out part by part."""
 
-    def __init__(self, scratch: Tensor) -> None:
-        self._scratch = scratch
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        if self._at + nbytes > self._scratch.numel():
-            raise CollectiveError(f"a chunk needs more scratch than the {self._scratch.numel()} bytes it was given")
-        part = self._scratch[self._at : self._at + nbytes]
+        if self._at + nbytes > self._buffer.numel():
+            raise CollectiveError(f"a chunk needs more scratch than the {self._buffer.numel()} bytes it was given")
+        part = self._buffer[self._at : self._at + nbytes]
         self._at += aligned(nbytes)
         return part
 
-    def part(self, begin: int, nbytes: int) -> "Desk":
-        """Another desk, on a part of the scratch."""
-        return Desk(self._scratch[begin : begin + nbytes])
+    def part(self, begin: int, nbytes: int) -> "Scratch":
+        """A part of it, to be handed out from its own beginning."""
+        return Scratch(self._buffer[begin : begin + nbytes])
 
     def matrix(self, world: int, nbytes: int) -> Tensor:
         """`world` rows of `nbytes`; wires are whole multiples of 16 bytes, so nothing is lost between rows."""
@@ -164,14 +164,14 @@ class Flat:
         """Whether spans can touch several tensors."""
         return len(self._parts) > 1
 
-    def read(self, span: Span, desk: Desk) -> Tensor:
+    def read(self, span: Span, scratch: Scratch) -> Tensor:
         """The numbers of a span; after changing them, pass them to `write`."""
         if not self.scattered:
             return self._parts[0][span.begin : span.end]
         pieces = self._pieces(span)
         if len(pieces) == 1:
             return pieces[0]
-        copy = desk.numbers(span.numel, self.dtype)
+        copy = scratch.numbers(span.numel, self.dtype)
         if pieces:
             torch.cat(pieces, out=copy)
         return copy

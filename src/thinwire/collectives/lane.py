@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, shards
+from thinwire.collectives.chunks import Chunking, Flat, Scratch, Span, aligned, shards
 from thinwire.feedback import Carry, Fine
 from thinwire.kernels import hashing
 
@@ -61,10 +61,11 @@ class LaneSpec(NamedTuple):
         """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
         return torch.float32 if self.feedback or self.dtype not in self.codec.inputs else self.dtype
 
-    @property
-    def across_codecs(self) -> tuple[Codec, Codec]:
-        """Codec and first_phase of the sums of nodes."""
-        return self.across or (self.codec, self.codec)
+    def outer(self, numel: int) -> "LaneSpec":
+        """A lane of sums of nodes, which travel across them: in fp32, or in fp64 if that is what they are made of."""
+        codec, first_phase = self.across or (self.codec, self.codec)
+        is_double = self.encoded == torch.float64 and torch.float64 in codec.inputs
+        return LaneSpec(numel, codec, first_phase, dtype=torch.float64 if is_double else torch.float32)
 
     def copy_bytes(self, numel: int, *, scattered: bool = False) -> int:
         """Scratch for `numel` numbers that cannot be worked on where they are."""
@@ -95,10 +96,10 @@ class Lane:
         """Whether a rank's part of its own shard stays as it is."""
         return self.spec.exact_local or self.carry is not None
 
-    def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
+    def chunk(self, span: Span, key: Key, scratch: Scratch) -> "LaneChunk":
         """A span of the lane's numbers."""
-        source = self.flat.read(span, desk)
-        x = source if self.dtype == source.dtype else desk.numbers(span.numel, self.dtype)
+        source = self.flat.read(span, scratch)
+        x = source if self.dtype == source.dtype else scratch.numbers(span.numel, self.dtype)
         return LaneChunk(self, source, x, key, span.begin)
 
 
@@ -198,11 +199,11 @@ def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], T
     return fine
 
 
-def lane_chunks(lanes: Sequence[Lane], index: int, step: int, desk: Desk) -> list[LaneChunk]:
+def lane_chunks(lanes: Sequence[Lane], index: int, step: int, scratch: Scratch) -> list[LaneChunk]:
     """Chunk `index` of every lane that has one; the first chunk is there even if it is empty."""
     spans = [lane.spec.chunking.span(index) for lane in lanes]
     return [
-        lane.chunk(span, Key(step, index, at), desk)
+        lane.chunk(span, Key(step, index, at), scratch)
         for at, (lane, span) in enumerate(zip(lanes, spans, strict=True))
         if span.numel or index == 0
     ]

@@ -63,11 +63,11 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     """Send `size` bytes to each other rank and take as many from each."""
     link = channel.transport
     tag = link.draw_tags()
-    sent, came = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
+    sent, received = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
     others = [rank for rank in range(link.world) if rank != link.rank]
 
     def call() -> None:
-        wait_for(link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag))
+        wait_for(link.exchange([(p, sent[p]) for p in others], [(p, received[p]) for p in others], tag))
 
     return call
 
@@ -114,7 +114,8 @@ def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: 
                 member.agree([0])
             start = time.perf_counter()
             call()
-            channel.transport.synchronize(channel.device)
+            if channel.stream is not None:  # waiting for a message does not make the host wait
+                torch.cuda.current_stream(channel.device).synchronize()  # not those that the user's own work keeps busy
             taken[name].append(time.perf_counter() - start)
     quartiles = [sorted(times[1:])[rounds // 4] for times in taken.values()]
     slowest = [int(1e9 * seconds) for seconds in quartiles]

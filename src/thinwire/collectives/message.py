@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import operations
 from thinwire.collectives.call import IssuedCall, issue_call
-from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.channel import Channel, bounded, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
-from thinwire.collectives.hierarchical import check_order, flat_algorithm
 from thinwire.collectives.lane import Lane, LaneSpec, Watch
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sum_plan, sum_sent_bytes, with_scratch
+from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes, sum_plan, with_scratch
+from thinwire.collectives.sums import check_order, flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.feedback import Carry, Fine
 from thinwire.kernels.rows import Bad
@@ -49,20 +49,26 @@ class _LaneMessage:
     def __init__(
         self, channel: Channel, specs: Sequence[LaneSpec], plan: Callable[[], CallPlan], text: str, scale: float | None
     ) -> None:
-        self.specs = tuple(specs)
         self.channel = channel
         self.text = text
-        key = text, self.specs, scale
-        self._plan = channel.known.get(key) or channel.remember(key, plan())
+        key = text, tuple(specs), scale
+        if key not in channel.known:
+            bounded(channel.known)[key] = plan()
+        self._plan = channel.known[key]
         self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
 
     @functools.cached_property
     def wire_bytes(self) -> int:
         """Bytes of the wires of all lanes, uncut; of one row; of several nodes those that cross between them."""
-        alone = self.channel.transports[0].world == 1
-        pairs = zip(self._plan.lanes, self.specs, strict=True)
-        lanes = [lane if alone else lane._replace(codec=spec.codec) for lane, spec in pairs]
+        lanes = self._plan.lanes
+        if self.channel.transport.world > 1:
+            lanes = [lane if lane.across is None else lane._replace(codec=lane.across[0]) for lane in lanes]
         return sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes)
+
+    @functools.cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of wires that this rank hands to the transport at one step."""
+        return sent_bytes(self._plan, self.channel.world)
 
 
 def _described(specs: Sequence[LaneSpec], dtype: torch.dtype) -> str:
@@ -106,28 +112,22 @@ class Message(_LaneMessage):
 
         super().__init__(channel, specs, plan, text, self._scale)
 
-    def lane(
-        self,
-        index: int,
-        tensors: Sequence[Tensor],
-        carry: Carry | None = None,
-        watch: Watch | None = None,
-        on_finite: Callable[[Fine], None] | None = None,
-    ) -> Lane:
-        """Lane `index` of this message with the tensors of one step; `on_finite` learns whether a chunk is finite."""
-        return Lane(self._plan.lanes[index], Flat(tensors), carry, watch, on_finite)
-
     def run(
         self,
-        lanes: Sequence[Lane],
+        tensors_L: Sequence[Sequence[Tensor]],
+        hooks: Sequence[LaneHooks],
         outputs: Sequence[Tensor],
-        *,
         step: int,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         meter: operations.Meter | None = None,
     ) -> Work:
-        """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
+        """Average the tensors of every lane over the ranks, in place.
+
+        `copies`: at the end tensor = numbers for these (tensor, numbers).
+        """
         call = issue_call(self.channel, self.text)
+        parts = zip(self._plan.lanes, tensors_L, hooks, strict=True)
+        lanes = [Lane(spec, Flat(tensors), *lane_hooks) for spec, tensors, lane_hooks in parts]
         scattered = [lane.flat.scattered for lane in lanes]
         plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.reducer is not None
@@ -135,11 +135,6 @@ class Message(_LaneMessage):
         work = call.channel.submit(operation, call.site, outputs, True, copies)
         assert work is not None
         return work
-
-    @functools.cached_property
-    def sent_bytes(self) -> int:
-        """Bytes of wires that this rank hands to the transport at one step."""
-        return sum_sent_bytes(self._plan, self.specs)
 
 
 def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
@@ -170,16 +165,6 @@ class RowMessage(_LaneMessage):
             return rows_plan(text, typed, channel.transport, scale=scale)
 
         super().__init__(channel, specs, plan, text, scale)
-
-    @functools.cached_property
-    def sent_bytes(self) -> int:
-        """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
-        row = sum(
-            lane.codec.wire_bytes(lane.chunking.span(index).numel, lane.encoded)
-            for lane in self._plan.lanes
-            for index in range(lane.chunking.num_chunks)
-        )
-        return (self.channel.world - 1) * row
 
     def run(
         self,

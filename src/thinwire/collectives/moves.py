@@ -1,21 +1,20 @@
 """Numbers that go to other ranks as they are: all_gather, all_gather_into_tensor, broadcast, all_to_all."""
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, groups, operations, programs, torch_verbs
+from thinwire.collectives import checks, groups, operations, torch_verbs
 from thinwire.collectives.call import IssuedCall, issue_known, issue_planned, remember
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Lane
 from thinwire.collectives.message import row_operation
-from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, sized
+from thinwire.collectives.plan import PlanKey, VerbAlgorithm, sized
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 from thinwire.feedback import RowCopy
@@ -41,8 +40,16 @@ def all_gather_into_tensor(
     if feedback is not None:
         if async_op:
             raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
-        gather = functools.partial(all_gather_into_tensor, group=group, codec=codec, step=step)
-        _gather_differences(gather, output_tensor, input_tensor, groups.resolve(group).rank(), algorithm, feedback)
+        gather = functools.partial(all_gather_into_tensor, output_tensor, group=group, codec=codec, step=step)
+        copy = feedback.tensor
+        if copy is None or copy.shape != output_tensor.shape or copy.dtype != output_tensor.dtype:
+            gather(input_tensor, algorithm="plain")
+            feedback.begin(output_tensor)
+        else:
+            last = copy.view(-1, input_tensor.numel())[groups.resolve(group).rank()]
+            difference = input_tensor.detach().reshape(-1) - last
+            gather(difference, algorithm="compressed" if algorithm == "auto" else algorithm)
+            feedback.add_to(output_tensor.detach())
         return None
     given = (output_tensor, input_tensor)
     call = issue_known("all_gather", given, group, step, codec, algorithm)
@@ -60,7 +67,6 @@ def all_gather_into_tensor(
         key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
         call = issue_planned(channel, key, functools.partial(all_gather_into_tensor, group=group), (world, 1))
         remember(call, "all_gather", given, codec, algorithm)
-        output, input = output.detach(), input.detach()
     plan = call.plan
     if plan.program is not None:
         return call.channel.launch(plan.program, (output, input), [output_tensor], step, call.site, async_op)
@@ -74,19 +80,6 @@ def all_gather_into_tensor(
 
 
 all_gather_single = all_gather_into_tensor
-
-
-def _gather_differences(
-    gather: Callable[..., object], output: Tensor, input: Tensor, rank: int, algorithm: VerbAlgorithm, feedback: RowCopy
-) -> None:
-    copy = feedback.tensor
-    if copy is None or copy.shape != output.shape or copy.dtype != output.dtype:
-        gather(output, input, algorithm="plain")
-        feedback.begin(output)
-        return
-    difference = input.detach().reshape(-1) - copy.view(-1, input.numel())[rank]
-    gather(output, difference, algorithm="compressed" if algorithm == "auto" else algorithm)
-    feedback.add_to(output.detach())
 
 
 def all_gather(
@@ -145,7 +138,6 @@ def broadcast(
         key = PlanKey("broadcast", (part.numel(),), part.dtype, codecs, algorithm, source=source)
         call = issue_planned(channel, key, functools.partial(broadcast, group=group, group_src=0), (channel.world,))
         remember(call, "broadcast", (tensor,), codec, algorithm, src, group_src)
-        part = part.detach()
     plan = call.plan
     assert plan.source is not None
     if plan.program is not None:
@@ -185,47 +177,35 @@ def all_to_all_single(
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
     Example: thinwire.all_to_all_single(received, tokens, codec="int8")
     """
-    even = output_split_sizes is None and input_split_sizes is None
+    is_even = output_split_sizes is None and input_split_sizes is None
     target, source = output, input
-    call = issue_known("all_to_all", (output, input), group, step, codec, algorithm) if even else None
+    outputs: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor] = ()
+    call = issue_known("all_to_all", (output, input), group, step, codec, algorithm) if is_even else None
     if call is None:
         target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
         channel = channel_of(groups.resolve(group), target.device)
-        out, sent = (
-            [rows * math.prod(tensor.shape[1:]) for rows in _splits(sizes, tensor, channel.world, name)]
-            for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
-        )
+        outputs = _parts(target, output_split_sizes, channel.world, "output")
+        inputs = _parts(source, input_split_sizes, channel.world, "input")
         row = tuple(source.shape[1:])
         key = PlanKey("all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=row)
-        call = _issue_exchange(channel, key, group, out, sent)
-        even = even and target.numel() == source.numel() > 0
-        if even:
-            call.plan = _even_plan(channel, call.plan, source.numel() // channel.world)
+        call = _issue_exchange(channel, key, group, outputs, inputs)
+        if is_even and source.numel():
+            if call.plan.even is not None:
+                call.plan = replace(call.plan, program=call.plan.even(source.numel() // channel.world))
             remember(call, "all_to_all", (output, input), codec, algorithm)
-        target, source = target.detach(), source.detach()
-    if even:
-        if call.plan.program is not None:
-            return call.channel.launch(call.plan.program, (target, source), [output], step, call.site, async_op)
-        out = sent = [source.numel() // call.channel.world] * call.channel.world
-    if not call.plan.lanes:
-        return torch_verbs.all_to_all(call, [target], [source], (out, sent), [output], async_op)
-    whole = target.contiguous()
-    read = source.contiguous()
-    if out != sent or source.data_ptr() != whole.data_ptr():  # else a part goes where one as long was
-        read = torch_verbs.apart(whole, read)
-    copies = () if target.is_contiguous() else ((target, whole),)
-    return _exchange(call, whole.view(-1).split(out), read.view(-1).split(sent), step, [output], copies, async_op)
-
-
-def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
-    """The plan of an exchange of equal parts of `numel` elements, which has launches of its own."""
-    if not channel.transport.on_stream or plan.program is None:
-        return plan
-    key = plan.text, numel
-    if key not in channel.known:
-        lane = plan.lanes[0]._replace(numel=numel)
-        channel.remember(key, replace(plan, lanes=[lane], program=programs.exchange_program(channel.transport, lane)))
-    return channel.known[key]
+    plan = call.plan
+    if plan.program is not None and is_even and source.numel():
+        return call.channel.launch(plan.program, (target, source), [output], step, call.site, async_op)
+    outputs = outputs or _parts(target, None, call.channel.world, "output")
+    inputs = inputs or _parts(source, None, call.channel.world, "input")
+    if not plan.lanes:
+        return torch_verbs.all_to_all(call, [target], [source], _numels(outputs, inputs), [output], async_op)
+    if torch_verbs.overlap(target, source):
+        places = [[(part.data_ptr(), part.shape, part.stride()) for part in parts] for parts in (outputs, inputs)]
+        if places[0] != places[1]:  # else a part goes where one as long was
+            inputs = [part.clone() for part in inputs]
+    return _exchange(call, outputs, inputs, step, [output], async_op)
 
 
 def all_to_all(
@@ -256,35 +236,40 @@ def all_to_all(
             f"got {len(outputs)} outputs and {len(inputs)} inputs"
         )
     key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
-    received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
-    call = _issue_exchange(channel, key, group, received, sent)
+    call = _issue_exchange(channel, key, group, outputs, inputs)
     if not call.plan.lanes:
-        return torch_verbs.all_to_all(call, outputs, inputs, (received, sent), output_tensor_list, async_op)
-    return _exchange(call, outputs, inputs, step, output_tensor_list, (), async_op)
+        return torch_verbs.all_to_all(call, outputs, inputs, _numels(outputs, inputs), output_tensor_list, async_op)
+    return _exchange(call, outputs, inputs, step, output_tensor_list, async_op)
 
 
-def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
+def _parts(tensor: Tensor, sizes: Sequence[int] | None, world: int, name: str) -> Sequence[Tensor]:
+    """What a tensor of all_to_all_single has for, or takes from, every rank."""
     if tensor.dim() == 0:
         raise CollectiveError(f"all_to_all_single: {name} must have a dimension to cut, got a scalar")
     rows = tensor.shape[0]
-    if sizes is None or len(sizes) == 0:
-        if rows % world:
-            raise CollectiveError(
-                f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: pass {name}_split_sizes"
-            )
-        return [rows // world] * world
-    listed = [int(size) for size in sizes]
+    listed = [] if sizes is None else [int(size) for size in sizes]
+    if not listed and rows % world:
+        raise CollectiveError(
+            f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: pass {name}_split_sizes"
+        )
+    listed = listed or [rows // world] * world
     if len(listed) != world or min(listed) < 0 or sum(listed) != rows:
         raise CollectiveError(
             f"all_to_all_single: {name}_split_sizes must be {world} sizes that add up to {rows} rows, got {listed}"
         )
-    return listed
+    found: Sequence[Tensor] = tensor.split(listed)
+    return found
+
+
+def _numels(*lists: Sequence[Tensor]) -> list[list[int]]:
+    return [[part.numel() for part in parts] for parts in lists]
 
 
 def _issue_exchange(
-    channel: Channel, key: PlanKey, group: groups.Group, received: list[int], sent: list[int]
+    channel: Channel, key: PlanKey, group: groups.Group, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> IssuedCall:
     """Issue the call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
+    received, sent = _numels(outputs, inputs)
     rank = channel.transport.rank
     if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
         this_rank = channel.failures.this_rank
@@ -299,15 +284,13 @@ def _exchange(
     inputs: Sequence[Tensor],
     step: int | None,
     results: Sequence[Tensor],
-    copies: Sequence[tuple[Tensor, Tensor]],
     async_op: bool,
 ) -> Work | None:
-    """Exchange parts of any lengths; `results` are the caller's own, of which the outputs are parts or copies."""
+    """Exchange parts of any lengths; `results` are the caller's own, of which the outputs are parts."""
     plan = call.plan
     if plan.program is not None:
-        tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
-        program = functools.partial(programs.copying, plan.program, 0, copies) if copies else plan.program
-        return call.channel.launch(program, tensors, results, step, call.site, async_op, written=len(outputs))
+        tensors = (*outputs, *inputs)
+        return call.channel.launch(plan.program, tensors, results, step, call.site, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]
@@ -315,4 +298,4 @@ def _exchange(
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     context = call.context(sized(plan, lengths), step)
     operation = operations.Exchange(context, plan.lanes[0], flats_out, flats_in)
-    return call.channel.submit(operation, call.site, results, async_op, copies)
+    return call.channel.submit(operation, call.site, results, async_op)

@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.collectives.chunks import Chunking, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
-from thinwire.collectives.hierarchical import Hierarchical, Reducer
+from thinwire.collectives.chunks import Chunking, Flat, Scratch, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, all_true, check_finite, lane_chunks
 from thinwire.collectives.pipeline import CallContext, Operation
-from thinwire.collectives.sums import columns
+from thinwire.collectives.sums import Hierarchical, Reducer, columns
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
 
@@ -51,13 +50,13 @@ class AllReduce(Operation):
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
-        return self._in_step(desk) if self.in_order else self._sum(index, desk)
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
+        return self._in_step(scratch) if self.in_order else self._sum(index, scratch)
 
-    def _sum(self, index: int, desk: Desk) -> Stages:
+    def _sum(self, index: int, scratch: Scratch) -> Stages:
         """The reducer's stages on one span of every lane."""
-        chunks = lane_chunks(self._lanes, index, self._step, desk)
-        stages = self._reducer.stages(chunks, self._scale, self._tags, desk)
+        chunks = lane_chunks(self._lanes, index, self._step, scratch)
+        stages = self._reducer.stages(chunks, self._scale, self._tags, scratch)
         if self._meter is None:
             yield from stages
         else:
@@ -70,14 +69,14 @@ class AllReduce(Operation):
         for chunk in chunks:
             chunk.lane.flat.write(chunk.span(chunk.whole), chunk.source)
 
-    def _in_step(self, desk: Desk) -> Stages:
+    def _in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
         under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
         for place in itertools.count():
             begun = []
             if place < self._count:
                 begin = place % self._slots * self._each
-                stages = self._sum(place, desk.part(begin, self._each))
+                stages = self._sum(place, scratch.part(begin, self._each))
                 begun = [(stages, next(stages))]
             elif not under_way:
                 return
@@ -103,55 +102,55 @@ class ReduceScatter(Operation):
         self._scale = scale
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         link = self._link
         spans = [lane.spec.chunking.span(index) for lane in self._lanes]
         pairs = zip(self._lanes, spans, strict=True)
         sizes = [
             lane.codec.wire_bytes(span.numel, lane.dtype) if span.numel or not index else 0 for lane, span in pairs
         ]
-        sent_WN = desk.matrix(link.world, sum(sizes) + self._note)
-        came_WN = desk.matrix(link.world, sum(sizes) + self._note)
+        sent_WN = scratch.matrix(link.world, sum(sizes) + self._note)
+        received_WN = scratch.matrix(link.world, sum(sizes) + self._note)
         rows: list[list[LaneChunk]] = [[] for _ in self._lanes]
         for rank in others_first(link.rank, link.world):
-            wires = columns((came_WN if rank == link.rank else sent_WN)[rank], sizes)
+            wires = columns((received_WN if rank == link.rank else sent_WN)[rank], sizes)
             for at, (lane, span) in enumerate(zip(self._lanes, spans, strict=True)):
                 if sizes[at]:
-                    rows[at].append(self._encoded(Key(self._step, index, at), lane, rank, span, wires[at], desk))
+                    rows[at].append(self._encoded(Key(self._step, index, at), lane, rank, span, wires[at], scratch))
         if self._note:
             parts = [part for parts in rows for part in parts]
             found = [part.lane.codec.all_finite(part.wires[0][None], part.x.numel(), part.x.dtype) for part in parts]
             # Every message, and the own row, notes whether all that this rank sends is finite.
             fine_here = torch.stack(found).all().to(torch.uint8)
             sent_WN[:, -NOTE_BYTES] = fine_here
-            came_WN[link.rank, -NOTE_BYTES] = fine_here
+            received_WN[link.rank, -NOTE_BYTES] = fine_here
         peers = [rank for rank in range(link.world) if rank != link.rank]
-        yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
-        fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
-        for parts, wires_WN in zip(rows, columns(came_WN, sizes), strict=True):
+        yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, received_WN[p]) for p in peers], self._tags[0])
+        fine = all_true(received_WN[:, -NOTE_BYTES] == 1) if self._note else True
+        for parts, wires_WN in zip(rows, columns(received_WN, sizes), strict=True):
             for part in parts:
                 part.received_WN = wires_WN
         check_finite([parts[0] for parts in rows if parts], LaneChunk.all_finite)
         for at, parts in enumerate(rows):
             if parts:
-                self._add(at, spans[at], parts, fine, desk)
+                self._add(at, spans[at], parts, fine, scratch)
 
-    def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
+    def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, scratch: Scratch) -> LaneChunk:
         """Write the wire of a span of the row for a rank."""
         begin = rank * lane.spec.chunking.numel + span.begin
-        part = lane.chunk(Span(begin, begin + span.numel), key, desk)
+        part = lane.chunk(Span(begin, begin + span.numel), key, scratch)
         part.wires = [wire]
         part.load()
         part.encode(part.whole, lane.codec, wire, key.of(rank))
         return part
 
-    def _add(self, at: int, span: Span, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
+    def _add(self, at: int, span: Span, rows: Sequence[LaneChunk], fine: Fine, scratch: Scratch) -> None:
         """Write a span of the output of lane `at`, and update what its feedback remembers."""
         lane = self._lanes[at]
         output = self._outputs[at]
         step = rows[0].key.of(self._link.rank)
-        out = output.read(span, desk)
-        total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
+        out = output.read(span, scratch)
+        total = out if out.dtype == lane.dtype else scratch.numbers(span.numel, lane.dtype)
         lane.codec.decode_sum(rows[0].received_WN, total, scale=self._scale, step=step)
         if lane.carry is not None:
             for part in rows:
@@ -177,24 +176,24 @@ class Gather(Operation):
         pairs = zip(lanes, outputs_LW, strict=True)
         self._chunkings_LW = [[replace(lane.spec.chunking, numel=flat.numel) for flat in row] for lane, row in pairs]
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         link = self._link
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
         parts_LW = [[chunking.span(index) for chunking in row] for row in self._chunkings_LW]
         pairs = zip(self._lanes, parts_LW, strict=True)
         sizes_LW = [wire_sizes(lane.codec, parts, lane.flat.dtype) for lane, parts in pairs]
         sizes_WL = list(zip(*sizes_LW, strict=True))
-        wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
+        wires = [scratch.take(sum(sizes)) for sizes in sizes_WL]
         wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
         for at, lane in enumerate(self._lanes):
             part = parts_LW[at][link.rank]
             if part.numel:
-                lane.codec.encode(lane.flat.read(part, desk), wires_WL[link.rank][at], step=keys[at].of(link.rank))
+                lane.codec.encode(lane.flat.read(part, scratch), wires_WL[link.rank][at], step=keys[at].of(link.rank))
         yield link.gather(wires, self._tags[0])
         for at, lane in enumerate(self._lanes):
             for rank, part in enumerate(parts_LW[at]):
                 if part.numel:
-                    out = self._outputs_LW[at][rank].read(part, desk)
+                    out = self._outputs_LW[at][rank].read(part, scratch)
                     lane.codec.decode(wires_WL[rank][at], out, step=keys[at].of(rank))
 
 
@@ -207,26 +206,26 @@ class Exchange(Operation):
         chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
         super().__init__(context, chunks, outputs, inputs)
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._codec
         link = self._link
         key = Key(self._step, index)
-        sends = self._messages(self._inputs, index, desk)
-        receives = self._messages(self._outputs, index, desk)
+        sends = self._messages(self._inputs, index, scratch)
+        receives = self._messages(self._outputs, index, scratch)
         for peer, wire, part in sends:
             if part.numel:
-                codec.encode(self._inputs[peer].read(part, desk), wire, step=key.of(link.rank))
+                codec.encode(self._inputs[peer].read(part, scratch), wire, step=key.of(link.rank))
         lengths = [self._inputs[p].numel for p, _, _ in sends], [self._outputs[p].numel for p, _, _ in receives]
         moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0], lengths)
         kept = Chunking(self._inputs[link.rank].numel, self._chunk).span(index)
-        self._outputs[link.rank].read(kept, desk).copy_(self._inputs[link.rank].read(kept, desk))
+        self._outputs[link.rank].read(kept, scratch).copy_(self._inputs[link.rank].read(kept, scratch))
         yield moving
         for peer, wire, part in receives:
             if part.numel:
-                out = self._outputs[peer].read(part, desk)
+                out = self._outputs[peer].read(part, scratch)
                 codec.decode(wire, out, step=key.of(peer))
 
-    def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
+    def _messages(self, flats: Sequence[Flat], index: int, scratch: Scratch) -> list[tuple[int, Tensor, Span]]:
         """(other rank, wire, span) of every message of a chunk.
 
         On gloo an empty one travels where ranks have nothing for each other: one that expects something waits for it.
@@ -235,7 +234,7 @@ class Exchange(Operation):
         empty = index == 0 and not self._link.on_stream
         peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
         sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
-        return [(r, desk.take(nbytes), spans[r]) for r, nbytes in zip(peers, sizes, strict=True)]
+        return [(r, scratch.take(nbytes), spans[r]) for r, nbytes in zip(peers, sizes, strict=True)]
 
 
 class Broadcast(Operation):
@@ -250,15 +249,15 @@ class Broadcast(Operation):
         self._lane = lane
         self._source = source
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._lane.codec
         link = self._link
         span = self._lane.spec.chunking.span(index)
         key = Key(self._step, index)
-        x = self._lane.flat.read(span, desk)
+        x = self._lane.flat.read(span, scratch)
         others = [rank for rank in range(link.world) if rank != self._source]
         parts = shards(Span(0, span.numel), len(others), codec.unit)
-        wires = [desk.take(size) for size in wire_sizes(codec, parts, x.dtype)]
+        wires = [scratch.take(size) for size in wire_sizes(codec, parts, x.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
             for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):

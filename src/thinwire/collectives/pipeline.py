@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, Flat, aligned
+from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
 from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
@@ -76,8 +76,8 @@ class Operation:
         flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
         return [*flats, *(numbers for _, numbers in self.copies)]
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
-        """The coroutine of one chunk; the scratch of `desk` is its own until it ends."""
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
+        """The coroutine of one chunk; the scratch is its own until it ends."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tens
     buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
     with torch.inference_mode():  # outputs may be inference tensors
         for index in range(operation.num_chunks):
-            for awaited in operation.chunk(index, Desk(buffer)):
+            for awaited in operation.chunk(index, Scratch(buffer)):
                 wait_for(awaited)  # the stream waits, not the host
         operation.finish()
 
@@ -126,7 +126,7 @@ class ScratchRing:
         if wanted > self.nbytes and not self._lent:
             self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
         size = aligned(max(nbytes, 1), SCRATCH_ALIGN)  # no two regions start at one place
-        at = self._place(size, self.nbytes)
+        at = self._place(size)
         if at is None:
             return None
         self._lent.append((at, at + size))
@@ -143,13 +143,13 @@ class ScratchRing:
         self._back.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def _place(self, nbytes: int, capacity: int) -> int | None:
+    def _place(self, nbytes: int) -> int | None:
         if not self._lent:
-            return 0 if nbytes <= capacity else None
+            return 0 if nbytes <= self.nbytes else None
         first = self._lent[0][0]
         last, end = self._lent[-1]
         wrapped = last < first
-        if not wrapped and end + nbytes <= capacity:
+        if not wrapped and end + nbytes <= self.nbytes:
             return end
         start = end if wrapped else 0
         return start if start + nbytes <= first else None
@@ -214,7 +214,7 @@ class Pipeline:
         scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
         if scratch is None:
             return None
-        self._current = _Running(operation, scratch, operation.chunk(operation.started, Desk(scratch)))
+        self._current = _Running(operation, scratch, operation.chunk(operation.started, Scratch(scratch)))
         operation.started += 1
         if operation.started >= operation.num_chunks:
             self.entry = None

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
 from thinwire.collectives.chunks import Chunking, Span
-from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.operations import NOTE_BYTES
 from thinwire.collectives.programs import Program
+from thinwire.collectives.sums import Hierarchical, Reducer, check_order, flat_reducer
 from thinwire.collectives.transport import Transport
 from thinwire.errors import CollectiveError
 
@@ -84,6 +85,7 @@ class CallPlan:
     program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
     reduction: Reduction | None = None
     source: int | None = None  # of a broadcast
+    even: Callable[[int], Program] | None = None  # of an exchange: the program for parts of so many elements each
 
 
 Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
@@ -108,14 +110,12 @@ def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
     return spec._replace(dtype=dtype, exact_local=not isinstance(spec.codec, Identity))
 
 
-def sum_sent_bytes(plan: CallPlan, specs: Sequence[LaneSpec]) -> int:
-    """Bytes of wires that this rank hands to the transport; `specs` have the codecs that cross between nodes."""
-    assert plan.reducer is not None
-    return sum(
-        plan.reducer.sent_bytes(lane.codec, lane.chunking.span(index).numel, lane.encoded, spec.codec)
-        for spec, lane in zip(specs, plan.lanes, strict=True)
-        for index in range(lane.chunking.num_chunks)
-    )
+def sent_bytes(plan: CallPlan, world: int) -> int:
+    """Bytes of wires that this rank hands to the transport; of a gather or scatter a row to every other rank."""
+    spans = [(lane, lane.chunking.span(i).numel) for lane in plan.lanes for i in range(lane.chunking.num_chunks)]
+    if plan.reducer is not None:
+        return sum(plan.reducer.sent_bytes(lane, numel) for lane, numel in spans)
+    return (world - 1) * sum(lane.codec.wire_bytes(numel, lane.encoded) for lane, numel in spans)
 
 
 def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
@@ -125,7 +125,7 @@ def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     chunk_wire = 0
     for lane, apart in zip(plan.lanes, scattered, strict=True):
         numel = min(lane.chunking.chunk, lane.numel)
-        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, lane.across_codecs[0])
+        chunk_bytes += plan.reducer.scratch_bytes(lane, numel)
         chunk_bytes += lane.copy_bytes(numel, scattered=apart)
         chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
     wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)
@@ -212,12 +212,14 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     return CallPlan(text, [lane], chunk_bytes, limit, program=program)
 
 
-def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
+def plan_sum(key: PlanKey, links: tuple[Transport, ...], mesh: DeviceMesh | None, choose: Choose) -> CallPlan:
     """Decide how an all_reduce runs on a group (one transport) or on a mesh of nodes (two: across, inside)."""
     numel = sum(key.lengths)
     check_algorithm(key.algorithm, get_args(SumAlgorithm))
-    on_mesh = len(links) == 2
-    if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
+    on_mesh = mesh is not None
+    if mesh is not None and key.algorithm != "plain":
+        check_order(mesh)
+    if key.algorithm in (("one_shot", "two_phase") if on_mesh else ("hierarchical",)):
         raise CollectiveError(
             "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
         )
@@ -278,10 +280,11 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
     """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
     chunking = Chunking(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
-    program: Program | None = None
-    if link.on_stream and programs.fits(lane.codec, lane.dtype):
-        program = functools.partial(programs.exchange_uneven, link, lane.codec)
-    return CallPlan(text, [lane._replace(chunking=chunking)], program=program)
+    plan = CallPlan(text, [lane._replace(chunking=chunking)])
+    if not link.on_stream or not programs.fits(lane.codec, lane.dtype):
+        return plan
+    even = functools.lru_cache(maxsize=1024)(functools.partial(programs.exchange_program, link, lane))
+    return replace(plan, program=functools.partial(programs.exchange_uneven, link, lane.codec), even=even)
 
 
 def sized(plan: CallPlan, lengths: Sequence[int]) -> CallPlan:

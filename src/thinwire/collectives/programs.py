@@ -20,8 +20,8 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Chunking, Span, aligned
-from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key, LaneSpec
+from thinwire.collectives.sums import fewest_roundings, fitted
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
@@ -56,25 +56,13 @@ def _job(codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride
     return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
 
 
-def copying(
-    program: Program,
-    written: int,
-    copies: Sequence[tuple[Tensor, Tensor]],
-    space: Workspace,
-    tensors: Sequence[Tensor],
-    step: int,
-) -> None:
-    """A program on copies of non-contiguous tensors; the first `written` are copied back.
-
-    Then tensor = numbers for the (tensor, numbers) of `copies`.
-    """
+def copying(program: Program, written: int, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+    """A program on copies of non-contiguous tensors; the first `written` are copied back."""
     pieces = [tensor.contiguous() for tensor in tensors]
     program(space, pieces, step)
     for tensor, piece in zip(tensors[:written], pieces, strict=False):
         if piece is not tensor:
             tensor.copy_(piece)
-    for tensor, numbers in copies:
-        tensor.detach().copy_(numbers.view(tensor.shape))
 
 
 def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
@@ -94,9 +82,9 @@ class _Views:
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
     local: Tensor  # the row of this rank in them
-    came: Tensor  # the rows that come
+    received: Tensor  # the rows that come
     sent_L: list[Tensor]  # each lane's part of all rows
-    came_L: list[Tensor]
+    received_L: list[Tensor]
     local_L: list[Tensor]  # each lane's wire in the local row
     floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
 
@@ -113,13 +101,13 @@ def _split_rows(
     stride = sum(sizes)
     matrix = link.world * stride
     sent = buffer[:matrix]
-    came = buffer[matrix * (matrices - 1) : matrix * matrices]
+    received = buffer[matrix * (matrices - 1) : matrix * matrices]
     local = sent[link.rank * stride : (link.rank + 1) * stride]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     local_L = [local[start : start + nbytes] for start, nbytes in zip(starts, local_sizes, strict=True)]
     at = [matrices * matrix + sum(map(aligned, floats[:i])) for i in range(len(floats))]
     floats_L = [buffer[b : b + nbytes].view(torch.float32) for b, nbytes in zip(at, floats, strict=True)]
-    return _Views(sent, local, came, [sent[b:] for b in starts], [came[b:] for b in starts], local_L, floats_L)
+    return _Views(sent, local, received, [sent[b:] for b in starts], [received[b:] for b in starts], local_L, floats_L)
 
 
 class SumKernels:
@@ -195,7 +183,7 @@ class SumChunk:
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
             if not space.dry_run:
-                link.all_to_all(views.came, views.sent)
+                link.all_to_all(views.received, views.sent)
             self._reduce(space, views, xs, mixed, kept)
         if not space.dry_run:
             link.all_gather(views.sent, views.local)
@@ -212,7 +200,9 @@ class SumChunk:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self._lanes):
             if lane.recode is not None:
-                lane.recode(views.came_L[i], views.local_L[i], mixed[i], xs[i] if lane.keeps_local else None, kept[i])
+                lane.recode(
+                    views.received_L[i], views.local_L[i], mixed[i], xs[i] if lane.keeps_local else None, kept[i]
+                )
 
     def _split(self, buffer: Tensor) -> _Views:
         local_sizes = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
@@ -228,7 +218,7 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 
 
 class NodesChunk(SumChunk):
-    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py.
+    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see sums.py.
 
     There is no feedback. The scale is applied across nodes.
     """
@@ -247,7 +237,7 @@ class NodesChunk(SumChunk):
         self._outer: SumChunk | None = None
         end = self._matrices + sum(map(aligned, self._floats))
         if numels and across.world > 1:
-            outer = [LaneSpec(numel, *lanes[i].across_codecs) for i, numel in numels.items()]
+            outer = [lanes[i].outer(numel) for i, numel in numels.items()]
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
             end = self._outer.scratch.end
@@ -258,7 +248,7 @@ class NodesChunk(SumChunk):
     ) -> None:
         """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         for i, add in self._adds.items():
-            add(views.came_L[i], views.floats_L[i], None, None)
+            add(views.received_L[i], views.floats_L[i], None, None)
         totals = {i: views.floats_L[i] for i in self._adds}
         if self._outer is None:
             for total in totals.values():
@@ -268,7 +258,7 @@ class NodesChunk(SumChunk):
             self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
         for i, put in self._puts.items():
             lane = self._lanes[i].lane
-            total = fitted(totals[i], lane.dtype, lane.across_codecs[0])
+            total = fitted(totals[i], lane.dtype, lane.outer(0).codec)
             put(total, views.local_L[i], mixed[i], None)
 
 
@@ -361,9 +351,9 @@ class RowProgram:
         for i, encode in enumerate(self._encodes):
             encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.dry_run:
-            self._move(views.came, views.local if self._in_place else views.sent)
+            self._move(views.received, views.local if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):
-            decode(views.came_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
+            decode(views.received_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
 
 
 def _rows_of(
@@ -397,12 +387,12 @@ def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     return RowProgram(scratch, encodes, link.all_gather, decodes, in_place=True)
 
 
-def exchange_program(link: Transport, lane: LaneSpec) -> RowProgram:
-    """Row r of output = rank r's row for this rank; the own row is copied exactly."""
-    _, (job,), scratch = _rows_of(link, [lane], 2)
+def exchange_program(link: Transport, lane: LaneSpec, numel: int) -> RowProgram:
+    """Row r of output = rank r's row for this rank, all of `numel` elements; the own row is copied exactly."""
+    _, (job,), scratch = _rows_of(link, [lane._replace(numel=numel)], 2)
     encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
     each = [job.stride] * link.world
-    move = functools.partial(link.exchange_rows, came_R=each, sent_R=each)  # others may have rows of other lengths
+    move = functools.partial(link.exchange_rows, received_R=each, sent_R=each)  # others may have rows of other lengths
     decode = rows.decoder(job, skip=link.rank)
     return RowProgram(scratch, [encode], move, [decode], keeps_local=True)
 
@@ -428,18 +418,18 @@ def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Se
     outputs = tensors[: link.world]
     inputs = tensors[link.world :]
     key = Key(step, 0)
-    came_R, sent_R = (
+    received_R, sent_R = (
         [codec.wire_bytes(t.numel(), t.dtype) if t.numel() and r != link.rank else 0 for r, t in enumerate(parts)]
         for parts in (outputs, inputs)
     )
-    buffer = space.reserve(sum(sent_R) + sum(came_R))
+    buffer = space.reserve(sum(sent_R) + sum(received_R))
     sent = buffer[: sum(sent_R)]
-    came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
+    received = buffer[sum(sent_R) : sum(sent_R) + sum(received_R)]
     for peer, wire in enumerate(sent.split(sent_R)):
         if wire.numel():
             codec.encode(inputs[peer], wire, step=key.of(link.rank))
-    link.exchange_rows(came, sent, came_R, sent_R)
-    for peer, wire in enumerate(came.split(came_R)):
+    link.exchange_rows(received, sent, received_R, sent_R)
+    for peer, wire in enumerate(received.split(received_R)):
         if wire.numel():
             codec.decode(wire, outputs[peer], step=key.of(peer))
     outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))

@@ -13,10 +13,9 @@ from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.groups import Group
-from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import RowMessage, row_operation
-from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
+from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
 from thinwire.collectives.programs import coalesced
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
@@ -74,22 +73,15 @@ def _all_reduce(
 ) -> Work | None:
     parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
     lengths = tuple(part.numel() for part in parts)
-    dtype = parts[0].dtype
     codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (sum(lengths),))
-    reduction = checks.reduction(op)
     channel = channel_of(group, parts[0].device)
-    key = PlanKey(verb, lengths, dtype, codecs, algorithm, reduction)
+    key = PlanKey(verb, lengths, parts[0].dtype, codecs, algorithm, checks.reduction(op))
 
-    def decide(choose: Choose) -> CallPlan:
-        mesh = groups.mesh_of_nodes(group)
-        if mesh is not None and algorithm != "plain":
-            check_order(mesh)
-        return plan_sum(key, channel.transports, choose)
-
+    decide = functools.partial(plan_sum, key, channel.transports, groups.mesh_of_nodes(group))
     call = issue_planned(channel, key, functools.partial(all_reduce, group=group), (channel.world,), None, decide)
     if len(tensors) == 1:
         remember(call, verb, tensors, codec, algorithm, op)
-    return _sum(call, [part.detach() for part in parts], tensors, async_op, step)
+    return _sum(call, parts, tensors, async_op, step)
 
 
 def _sum(
@@ -150,7 +142,6 @@ def reduce_scatter_tensor(
         key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
         call = issue_planned(channel, key, functools.partial(reduce_scatter_tensor, group=group), (1, world))
         remember(call, "reduce_scatter", given, codec, algorithm, op)
-        target, source = target.detach(), source.detach()
     plan = call.plan
     assert plan.reduction is not None
     if plan.program is not None:

@@ -118,14 +118,15 @@ def all_to_all(
     call: IssuedCall,
     parts: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
+    splits: Sequence[list[int]],  # of outputs and inputs, in elements
     outputs: Sequence[Tensor],
     async_op: bool,
 ) -> Work | None:
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
-    sent = apart(whole, sent)
+    if overlap(whole, sent):  # torch would overwrite what it has not sent yet
+        sent = sent.clone()
     work = _start(call, group_all_to_all, whole, sent, *splits, dist.AllToAllOptions())
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
@@ -140,10 +141,18 @@ def broadcast(call: IssuedCall, tensor: Tensor, source: int, outputs: Sequence[T
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
-def apart(out: Tensor, sent: Tensor) -> Tensor:
-    """What is sent, in memory of its own where `out` overlaps it: torch would overwrite what it has not sent yet."""
-    begins, ends = out.data_ptr(), out.data_ptr() + out.nbytes
-    return sent.clone() if sent.data_ptr() < ends and begins < sent.data_ptr() + sent.nbytes else sent
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the addresses between which two tensors lie overlap."""
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return begin < other_end and other_begin < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return begin, begin + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:

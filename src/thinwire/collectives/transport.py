@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -113,28 +113,16 @@ def wait_for(moving: Sequence[Waitable], *timeout: timedelta) -> None:
         raise LostRankError(peer, error, time.monotonic() - began) from None
 
 
-class Tags:
-    """The tags of a group, drawn in program order, whatever the device: its messages share one space."""
-
-    def __init__(self) -> None:
-        self._sequences = itertools.count()
-
-    def draw(self, fingerprint: int | None = None) -> int:
-        """The first of TAGS consecutive tags that no other operation in flight uses.
-
-        `fingerprint` is a number made of all that ranks have to agree on: messages of calls that differ have other
-        tags, so they never meet. None is for messages that compare calls.
-        """
-        sequence = next(self._sequences) % _SEQUENCES
-        return _tag(sequence, 0 if fingerprint is None else fingerprint % (_FINGERPRINTS - 1) + 1)
-
-
-def _tag(sequence: int, fingerprint: int) -> int:
-    return _TAGS_FROM + (sequence * _FINGERPRINTS + fingerprint) * TAGS
+def _tag(sequence: int, fingerprint: int | None) -> int:
+    kind = 0 if fingerprint is None else fingerprint % (_FINGERPRINTS - 1) + 1
+    return _TAGS_FROM + (sequence * _FINGERPRINTS + kind) * TAGS
 
 
 class Transport:
-    """Moves bytes between the ranks of one group. Ranks are numbered as in the group."""
+    """Moves bytes between the ranks of one group. Ranks are numbered as in the group.
+
+    `sequences` counts the operations of the group in program order, whatever the device: its messages share their tags.
+    """
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
     has_checksums: bool = False  # checksums follow messages
@@ -145,20 +133,28 @@ class Transport:
     share: Callable[[bytes], list[bytes]]  # the rows of all ranks, which are equally long; raises LostRankError
     close: Callable[[], None]  # closes the connections of the group: all who wait for a message get an error
     # On a stream only: matrices of wires, one row per rank, as collectives on the current stream.
-    all_to_all: Callable[[Tensor, Tensor], None]  # row r of what came = this rank's row of what rank r sent
+    all_to_all: Callable[[Tensor, Tensor], None]  # row r of what is received = this rank's row of what rank r sent
     all_gather: Callable[[Tensor, Tensor], None]  # row r of the whole = rank r's own row, perhaps its place there
     broadcast: Callable[[Tensor, int], None]  # all = the source's
     exchange_rows: Callable[..., None]  # all_to_all of rows of any lengths, in bytes
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
         self.rank = group.rank()
         self.world = group.size()
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
-        self.draw_tags = tags.draw
+        self._sequences = sequences
         known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})  # none of a group that others made
         self.named = functools.partial(named, {group_rank: rank for rank, group_rank in known.items()})
+
+    def draw_tags(self, fingerprint: int | None = None) -> int:
+        """The first of TAGS consecutive tags that no other operation in flight uses.
+
+        `fingerprint` is a number made of all that ranks have to agree on: messages of calls that differ have other
+        tags, so they never meet. None is for messages that compare calls.
+        """
+        return _tag(next(self._sequences) % _SEQUENCES, fingerprint)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -177,7 +173,7 @@ class Transport:
         """Start sending and receiving. Buffers belong to the transport until the returned works have been waited for.
 
         `lengths`: what ranks have to agree on pair by pair, of the sends and of the receives, where calls that differ
-        in it have to be kept apart; see `Tags.draw`.
+        in it have to be kept apart; see `draw_tags`.
         """
         raise NotImplementedError
 
@@ -197,9 +193,6 @@ class Transport:
 
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
-
-    def synchronize(self, device: torch.device) -> None:
-        """Make the host wait for all messages, on transports where waiting for a message does not."""
 
     def count(self, sends: Messages, receives: Messages) -> None:
         """Add wires to what this rank has sent and received."""
@@ -244,8 +237,8 @@ class Arrival:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
-        super().__init__(group, tags)
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
+        super().__init__(group, sequences)
         asked = (os.environ.get(name, "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
         self.has_checksums = any(value not in ("", "0") for value in asked)
         gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
@@ -296,10 +289,10 @@ class PairTransport(Transport):
         tag = self.draw_tags()
         most = torch.tensor(values)
         for hop in hops(self.world):
-            came = torch.empty_like(most)
+            received = torch.empty_like(most)
             to = (self.rank + hop) % self.world
-            wait_for(self._start([(to, most)], [((self.rank - hop) % self.world, came)], tag))
-            most = torch.maximum(most, came)
+            wait_for(self._start([(to, most)], [((self.rank - hop) % self.world, received)], tag))
+            most = torch.maximum(most, received)
         found: list[int] = most.tolist()
         return found
 
@@ -328,10 +321,7 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
     if not lengths:
         return itertools.repeat(tag), itertools.repeat(tag)
     sequence, fingerprint = divmod((tag - _TAGS_FROM) // TAGS, _FINGERPRINTS)
-    sent, received = (
-        [_tag(sequence, (fingerprint + length * _MIX) % (_FINGERPRINTS - 1) + 1) + tag % TAGS for length in side]
-        for side in lengths
-    )
+    sent, received = ([_tag(sequence, fingerprint + length * _MIX) + tag % TAGS for length in side] for side in lengths)
     return sent, received
 
 
@@ -359,22 +349,22 @@ class StreamTransport(Transport):
 
     on_stream = True
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
-        super().__init__(group, tags)
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
+        super().__init__(group, sequences)
         self.device = device
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         self._moved(sent.numel() - sent.numel() // self.world)
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
                 half = sent.numel() // 2
                 kept, other = (sent[:half], sent[half:]) if self.rank == 0 else (sent[half:], sent[:half])
-                _finish(group_all_gather(self.group, came, other, _GATHER))
-                (came[half:] if self.rank else came[:half]).copy_(kept)
+                _finish(group_all_gather(self.group, received, other, _GATHER))
+                (received[half:] if self.rank else received[:half]).copy_(kept)
             else:
-                _finish(group_all_to_all(self.group, came, sent, (), (), _TO_ALL))
+                _finish(group_all_to_all(self.group, received, sent, (), (), _TO_ALL))
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         self._moved(output.numel() - input.numel())
@@ -392,10 +382,10 @@ class StreamTransport(Transport):
         with range_of("thinwire::wire"):
             _finish(self.group.broadcast([whole], options))
 
-    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+    def exchange_rows(self, received: Tensor, sent: Tensor, received_R: Sequence[int], sent_R: Sequence[int]) -> None:
         self.sent += sum(sent_R) - sent_R[self.rank]
-        self.received += sum(came_R) - came_R[self.rank]
-        _finish(group_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
+        self.received += sum(received_R) - received_R[self.rank]
+        _finish(group_all_to_all(self.group, received, sent, received_R, sent_R, _TO_ALL))
 
     def _moved(self, nbytes: int) -> None:
         self.sent += nbytes
@@ -480,10 +470,6 @@ class StreamTransport(Transport):
         with contextlib.suppress(RuntimeError, CollectiveError):
             backend_impl(self.group, self.device).abort()
 
-    def synchronize(self, device: torch.device) -> None:
-        """Wait for the current stream alone: other streams may be busy with the user's own work."""
-        torch.cuda.current_stream(device).synchronize()
-
 
 def _finish(work: Any) -> None:
     """Wait for a collective on the current stream; newer versions of torch return no work for it."""
@@ -498,15 +484,15 @@ _TO_ALL.asyncOp = False
 _GATHER.asyncOp = False
 
 
-def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
+def transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
     name = backend(group, device)
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
         group.allreduce([torch.zeros(1, device=device)]).wait()
-        return StreamTransport(group, tags, device)
+        return StreamTransport(group, sequences, device)
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport
-        return made(group, tags)
+        return made(group, sequences)
     raise CollectiveError(
         f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}: make a group with "
         "backend='gloo' or 'nccl' (torch.distributed.new_group) and pass it as group="

@@ -30,8 +30,8 @@ from thinwire.collectives import (
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
-from thinwire.collectives.hierarchical import flat_algorithm
 from thinwire.collectives.point_to_point import P2PRequest, start_transfers
+from thinwire.collectives.sums import flat_algorithm
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules

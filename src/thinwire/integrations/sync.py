@@ -155,11 +155,11 @@ class GradientSync:
         watches: Sequence[Any] = [None] * len(tensors)
         if self.chooser.measuring:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
-        parts = zip(tensors, bucket.carries, watches, strict=True)
-        loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
+        pairs = zip(bucket.carries, watches, strict=True)
+        hooks = [(carry, watch, self.tally.checked) for carry, watch in pairs]
         stages: list[tuple[int, float, float]] = []
         meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
-        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
+        work = bucket.message.run(tensors, hooks, [output], self._step, copies, meter)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:

@@ -25,7 +25,7 @@ from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import MOST_KINDS, channel_of
-from thinwire.collectives.chunks import Desk, Flat
+from thinwire.collectives.chunks import Flat, Scratch
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import LaneHooks, RowMessage
 from thinwire.collectives.pipeline import CallContext, Operation
@@ -351,7 +351,7 @@ class ExactGather(Operation):
         self.sent_bytes = 0
         self.plain = 0  # pieces of this rank that travelled as they are
 
-    def chunk(self, index: int, desk: Desk) -> Stages:
+    def chunk(self, index: int, scratch: Scratch) -> Stages:
         """Encode, send and decode a piece."""
         rank, world = self._link.rank, self._link.world
         new = self._new_P[index]
