@@ -51,13 +51,13 @@ def isend(
 
     `dst` is the receiver's rank in the world, `group_dst` its rank in the group. `tensor` may be changed at once. Keep
     the work until it was waited for. `step` varies rotation and stochastic rounding; None is 0.
-
-    Example::
-
-        work = thinwire.isend(activations, dst=1)
-        work.wait()
+    Example: thinwire.isend(activations, dst=1).wait()
     """
-    return _one("isend", tensor, dst, group_dst, group, tag, codec, step)
+    members = groups.resolve(group)
+    peer = _peer("isend", members, dst, group_dst)
+    if peer is None:
+        raise CollectiveError("isend: expected dst or group_dst, got neither")
+    return start_transfers([P2PRequest(True, tensor, peer, tag, codec, _number(step))], members)[0]
 
 
 def irecv(
@@ -73,13 +73,11 @@ def irecv(
     """Start receiving `tensor` from a rank that calls thinwire.isend or send. Without a source: from any, on gloo.
 
     The tensor may be read once the work was waited for; `source_rank()` of the work is the sender's rank in the group.
-
-    Example::
-
-        work = thinwire.irecv(activations, src=0)
-        work.wait()
+    Example: thinwire.irecv(activations, src=0).wait()
     """
-    return _one("irecv", tensor, src, group_src, group, tag, codec, step)
+    members = groups.resolve(group)
+    peer = _peer("irecv", members, src, group_src)
+    return start_transfers([P2PRequest(False, tensor, peer, tag, codec, _number(step))], members)[0]
 
 
 def send(
@@ -92,12 +90,7 @@ def send(
     codec: str | Codec = "int8",
     step: int | None = None,
 ) -> None:
-    """Send `tensor` in `codec`; the same as `isend`, waited for.
-
-    Example::
-
-        thinwire.send(activations, dst=1, codec="int8")
-    """
+    """Send `tensor` in `codec`; the same as `isend`, waited for: thinwire.send(activations, dst=1, codec="int8")."""
     isend(tensor, dst, group, tag, group_dst, codec=codec, step=step).wait()
 
 
@@ -113,9 +106,7 @@ def recv(
 ) -> int:
     """Receive `tensor`; the same as `irecv`, waited for. Returns the sender's rank in the world.
 
-    Example::
-
-        thinwire.recv(activations, src=0, codec="int8")
+    Example: thinwire.recv(activations, src=0, codec="int8")
     """
     work = irecv(tensor, src, group, tag, group_src, codec=codec, step=step)
     assert isinstance(work, MessageWork)
@@ -127,9 +118,7 @@ def batch_isend_irecv(
 ) -> list[Work]:
     """Start the messages of a list of torch.distributed.P2POp, all of one group, in `codec`.
 
-    No message waits for another of the batch. On gloo there is a work per message, on NCCL one for all.
-
-    Example::
+    No message waits for another of the batch. On gloo there is a work per message, on NCCL one for all. Example::
 
         ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
         for work in thinwire.batch_isend_irecv(ops):
@@ -140,35 +129,24 @@ def batch_isend_irecv(
         raise CollectiveError(f"batch_isend_irecv: expected torch.distributed.P2POp, at least one, got {p2p_op_list!r}")
     if any(op.group != ops[0].group for op in ops):
         raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
-    number = 0 if step is None else checks.check_step(step)
+    number = _number(step)
     requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
-    return start_transfers(requests, ops[0].group)
+    return start_transfers(requests, groups.resolve(ops[0].group))
 
 
-def _one(
-    verb: str,
-    tensor: Tensor,
-    peer: int | None,
-    group_peer: int | None,
-    group: groups.Group,
-    tag: int,
-    codec: str | Codec,
-    step: int | None,
-) -> Work:
-    members = groups.resolve(group)
-    if peer is not None and group_peer is not None:
-        raise CollectiveError(f"{verb}: expected one rank, got {peer} in the world and {group_peer} in the group")
-    if peer is not None:
-        group_peer = dist.get_group_rank(members, peer)
-    if group_peer is None and verb == "isend":
-        raise CollectiveError("isend: expected dst or group_dst, got neither")
-    number = 0 if step is None else checks.check_step(step)
-    return start_transfers([P2PRequest(verb == "isend", tensor, group_peer, tag, codec, number)], members)[0]
+def _number(step: int | None) -> int:
+    return 0 if step is None else checks.check_step(step)
 
 
-def start_transfers(requests: Sequence[P2PRequest], group: groups.Group) -> list[Work]:
+def _peer(verb: str, group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int | None:
+    """The other rank, by its rank in the group; None where none was named."""
+    if rank is not None and group_rank is not None:
+        raise CollectiveError(f"{verb}: expected one rank, got {rank} in the world and {group_rank} in the group")
+    return group_rank if rank is None else dist.get_group_rank(group, rank)
+
+
+def start_transfers(requests: Sequence[P2PRequest], members: dist.ProcessGroup) -> list[Work]:
     """Start messages of one group that wait for none of each other: a work for each, on NCCL one for all."""
-    members = groups.resolve(group)
     for request in requests:
         if request.peer is not None and (not 0 <= request.peer < members.size() or request.peer == members.rank()):
             verb = "isend" if request.sent else "irecv"
@@ -182,9 +160,8 @@ def start_transfers(requests: Sequence[P2PRequest], group: groups.Group) -> list
     if channel.failure is not None:
         raise broken(channel.failure)
     transfers = [_Transfer(channel, request) for request in requests]
-    if channel.transport.on_stream:
-        return [_start_batch(channel, transfers)]
-    return [_start_one(channel, transfer) for transfer in transfers]
+    batches = [transfers] if channel.transport.on_stream else [[transfer] for transfer in transfers]
+    return [_start(channel, batch) for batch in batches]
 
 
 class _Transfer:
@@ -194,10 +171,9 @@ class _Transfer:
         self.request = request
         verb = "send" if request.sent else "recv"
         (part,) = checks.check_tensors((request.tensor,), verb, outputs=int(not request.sent))
-        self.part = part.detach()
-        self._whole = self.part.contiguous()
-        self._link = channel.transport
-        self.moving: Moving | None = None
+        self.part = part
+        self._whole = part.contiguous()
+        link = channel.transport
         if request.codec is None:
             self.wire, self.tag, self.coder = self._whole, request.tag, None
             kind = "as it is"
@@ -211,22 +187,20 @@ class _Transfer:
             self.tag = pair_tag(f"{request.tag} {request.step} {part.numel()} {part.dtype} {kind}")
         dtype = str(part.dtype).removeprefix("torch.")
         toward = "to" if request.sent else "from"
-        end = f"{toward} {'any rank' if request.peer is None else self._link.named(request.peer)}"
+        end = f"{toward} {'any rank' if request.peer is None else link.named(request.peer)}"
         self.text = f"{verb}(numel={part.numel()}, {dtype}, {kind}, {end})"
         if request.sent and self.coder is not None:
             with torch.inference_mode():
-                self.coder.encode(self._whole.view(-1), self.wire, step=Key(request.step, 0).of(self._link.rank))
+                self.coder.encode(self._whole.view(-1), self.wire, step=Key(request.step, 0).of(link.rank))
 
-    def finish(self) -> None:
+    def finish(self, moving: Moving) -> None:
         """Decode what has come. The wire of a message that is sent is referenced until then."""
-        if self.request.sent:
+        request = self.request
+        if request.sent:
             return
         if self.coder is not None:
-            source = self.request.peer
-            if source is None:
-                assert self.moving is not None
-                source = self.moving[0]._source_rank()  # type: ignore[attr-defined]
-            self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.request.step, 0).of(source))
+            source: int = moving[0]._source_rank() if request.peer is None else request.peer  # type: ignore[attr-defined]
+            self.coder.decode(self.wire, self._whole.view(-1), step=Key(request.step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)
 
@@ -244,34 +218,28 @@ def _load_kernels(coder: Codec, numel: int, dtype: torch.dtype, device: torch.de
         coder.decode(wire, x, step=0)
 
 
-def _start_one(channel: Channel, transfer: _Transfer) -> Work:
+def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
+    """Start messages: one, or on NCCL several as one group."""
     link = channel.transport
-    site = CallSite(channel.next_p2p_call(), transfer.text)
+    site = CallSite(channel.next_p2p_call(), " and ".join(transfer.text for transfer in transfers))
+    first = transfers[0]
     try:
-        if transfer.request.peer is None:
-            transfer.moving = link.recv_any_source(transfer.wire, transfer.tag)
+        if any(transfer.request.peer is None for transfer in transfers):
+            moving = link.recv_any_source(first.wire, first.tag)  # which NCCL refuses
         else:
-            transfer.moving = link.send_recv(*_sorted([transfer]), transfer.tag)
+            moving = link.send_recv(*_sorted(transfers), first.tag)
     except LostRankError as error:
         lost = error.with_traceback(None)
     else:
-        return MessageWork(transfer.moving, [transfer.request.tensor], transfer.finish, channel.failures, site)
+        if link.on_stream:
+            link.count(*_sorted([transfer for transfer in transfers if transfer.coder is not None]))
+
+        def finish() -> None:
+            for transfer in transfers:
+                transfer.finish(moving)
+
+        return MessageWork(moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures, site)
     raise channel.failures.ended(lost, site)
-
-
-def _start_batch(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
-    """All messages as one group of NCCL's."""
-    if any(transfer.request.peer is None for transfer in transfers):
-        return _start_one(channel, transfers[0])  # which refuses it
-    moving = channel.transport.send_recv(*_sorted(transfers), 0)
-    channel.transport.count(*_sorted([transfer for transfer in transfers if transfer.coder is not None]))
-
-    def finish() -> None:
-        for transfer in transfers:
-            transfer.finish()
-
-    site = CallSite(channel.next_p2p_call(), " and ".join(transfer.text for transfer in transfers))
-    return MessageWork(moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures, site)
 
 
 def _sorted(transfers: Sequence[_Transfer]) -> tuple[Messages, Messages]:

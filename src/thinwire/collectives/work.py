@@ -228,16 +228,17 @@ class TorchWork(Work):
     def _waiting(self) -> Futures[list[Tensor]]:
         """A future for which a thread of its own waits."""
         arrived: Futures[Any] = Futures()
-        threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
-        return arrived.then(self._arrived)
 
-    def _tell(self, future: Futures[None]) -> None:
-        try:
-            self.wait()
-        except BaseException as error:
-            fail_future(future, error)
-        else:
-            future.set_result(None)
+        def wait() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                fail_future(arrived, error)
+            else:
+                arrived.set_result(None)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return arrived.then(self._arrived)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
         try:
