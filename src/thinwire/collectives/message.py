@@ -105,11 +105,8 @@ class Message(_LaneMessage):
         where = "" if nodes is None else f" in {nodes.inside}"
         text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
         self._scale = 1.0 / channel.world
-
-        def plan() -> CallPlan:
-            lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
-            return sum_plan(text, lanes, channel.transports, self.algorithm, self._scale)
-
+        lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
+        plan = functools.partial(sum_plan, text, lanes, channel.transports, self.algorithm, self._scale)
         super().__init__(channel, specs, plan, text, self._scale)
 
     def run(
@@ -159,12 +156,10 @@ class RowMessage(_LaneMessage):
         lanes = _described(specs, like.dtype)
         text = f"gather({lanes})" if scale is None else f"scatter({lanes}, scale={scale:g})"
         self.scale = scale
-
-        def plan() -> CallPlan:
-            typed = [spec._replace(dtype=like.dtype) for spec in specs]
-            return rows_plan(text, typed, channel.transport, scale=scale)
-
-        super().__init__(channel, specs, plan, text, scale)
+        typed = [spec._replace(dtype=like.dtype) for spec in specs]
+        super().__init__(
+            channel, specs, functools.partial(rows_plan, text, typed, channel.transport, scale=scale), text, scale
+        )
 
     def run(
         self,
