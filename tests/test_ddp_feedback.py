@@ -96,23 +96,6 @@ def test_residuals_move_with_their_parameters(ranks: RankPool, schedule: dict[in
     check_conserved(ranks(3).run(conserve, {"codec": schedule}, 7), 7, lambda most: 0.0)
 
 
-def leave_and_return(group: Group) -> tuple[Tensor, Tensor]:
-    """Parameter a has no feedback for two steps; c goes on. The sum of results, and residuals."""
-    model = wrap(Given(replicas.PAIR), group, 1024.0)
-    schedule = {0: "lloyd2:block=64", 2: "byname(a=bf16; *=lloyd2:block=64)", 4: "lloyd2:block=64"}
-    handle = compress_ddp(model, schedule, feedback="classic", exempt="none")
-    results = [flat(backward(model, draw(group.rank(), step, replicas.PAIR))).double() for step in range(7)]
-    return torch.stack(results).sum(0), residuals(handle, replicas.PAIR)
-
-
-def test_a_parameter_that_leaves_a_lane_and_returns_disturbs_no_other(ranks: RankPool) -> None:
-    (total, one), (_, other) = ranks(2).run(leave_and_return)
-    true = torch.stack([mean_of(2, step, replicas.PAIR) for step in range(7)]).sum(0)
-    missed = (total + one + other - true).abs()
-    assert missed[2000:].max() < 1e-4
-    assert missed[:2000].max() < 2 * 5 * 2.0**-8  # two steps in bfloat16
-
-
 # --- EF21 -------------------------------------------------------------------------------------------------------------
 def track(
     group: Group, options: Mapping[str, Any], steps: int, device: Device = CPU

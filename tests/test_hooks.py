@@ -672,38 +672,6 @@ def test_pairs_trace_without_a_break(group: Group, names: list[str]) -> list[str
     return wrong
 
 
-@contextmanager
-def python_reducer() -> Iterator[None]:
-    """DDP's compiled path; the settings that it leaves behind are taken back."""
-    import torch._inductor.config as inductor
-    from torch._dynamo import compiled_autograd, config, trace_rules
-
-    with (
-        warnings.catch_warnings(),
-        config.patch(optimize_ddp="python_reducer"),
-        inductor.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25),
-    ):
-        warnings.simplefilter("ignore")  # the compiler's own
-        torch._dynamo.reset()
-        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-            yield
-    trace_rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
-    trace_rules.get_legacy_mod_inlinelist.cache_clear()
-    torch._dynamo.reset()
-
-
-@pytest.mark.thorough  # pairs are what the compiler hands to hooks, and the test above traces those
-@on_ranks(2)
-def test_compiled_ddp(group: Group) -> list[str]:
-    shapes, name = FLOATS[:3], "bf16(perchannel)"
-    with python_reducer():
-        model = registered(shapes, HOOKS[name])
-        torch.compile(model, backend="aot_eager", fullgraph=True)(*gradients_of(shapes, group.rank(), 0)).backward()
-        got = taken(model)
-    assert_means(name, got, [gradients_of(shapes, rank, 0) for rank in range(2)], 2)
-    return [digest(g) for g in got if g is not None]
-
-
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
 @on_ranks(gives=[])
