@@ -10,20 +10,19 @@ block: a rank that loses the pipe to this process exits, whatever it was doing.
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -84,39 +83,25 @@ class RankSetup:
 class World:
     """Ranks that were started here."""
 
-    def __init__(self, pipes: Sequence[Connection], folder: Path) -> None:
-        self._pipes = pipes  # in rank order
+    def __init__(self, pools: Sequence[ProcessPoolExecutor], folder: Path) -> None:
+        self._pools = pools  # of one process each, in rank order
         self._folder = folder  # of what they write on standard error
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """[fn(*args) on rank 0, on rank 1, ...], or RankError with what the first rank that failed says."""
-        self.send(pickle.dumps((fn, args)))
-        return self.answers()
+        return self.results([pool.submit(_answer, fn, args) for pool in self._pools])
 
-    def send(self, call: bytes) -> None:
-        """Send a pickled call to every rank; an empty one ends it."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # answers() notices a rank that died
-                pipe.send_bytes(call)
-
-    def answers(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        while len(found) < len(self._pipes):
-            silent = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
-            for pipe in wait(list(silent)):
-                assert isinstance(pipe, Connection)
-                found[silent[pipe]] = self._receive(silent[pipe], pipe)
-        return [found[rank] for rank in range(len(self._pipes))]
-
-    def _receive(self, rank: int, pipe: Connection) -> Any:
-        try:
-            good, value = pickle.loads(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            texts = (path.read_text(errors="replace").strip() for path in sorted(self._folder.glob("*.log")))
-            raise RankError("\n".join([f"rank {rank} died.", *(text[-2000:] for text in texts if text)])) from None
-        if not good:
-            raise RankError(f"rank {rank}: {value}")
-        return value
+    def results(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        """What one call on each rank gives."""
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for rank, call in enumerate(calls):
+            error = call.exception() if call in done else None
+            if isinstance(error, BrokenProcessPool):
+                texts = (path.read_text(errors="replace").strip() for path in sorted(self._folder.glob("*.log")))
+                raise RankError("\n".join([f"rank {rank} died.", *(text[-2000:] for text in texts if text)]))
+            if error is not None:
+                raise RankError(f"rank {rank}: {error}") from None
+        return [call.result() for call in calls]
 
 
 class JobWorld:
@@ -139,66 +124,52 @@ def ranks(setup: RankSetup) -> Iterator[World | JobWorld]:
             return
         stack.enter_context(links.sigterm_as_ctrl_c())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
-        hosts = stack.enter_context(links.hosts(setup.world, setup.link)) if setup.link else []
-        pipes: list[Connection] = []
+        hosts: Sequence[str | None] = [None] * setup.world
+        if setup.link:
+            hosts = stack.enter_context(links.hosts(setup.world, setup.link))
+        watched, held = multiprocessing.Pipe(duplex=False)
+        # Spawned: a fork would copy the locks of torch's threads.
+        how: dict[str, Any] = {"mp_context": multiprocessing.get_context("spawn"), "initializer": _watch}
+        pools = [stack.enter_context(ProcessPoolExecutor(1, **how, initargs=(watched,))) for _ in hosts]
+        stack.callback(held.close)
         resource_tracker.ensure_running()  # the first start would do that, and unblock signals by it
+        world = World(pools, folder)
         # A terminal sends Ctrl-C to all; this process alone decides what it means.
         with links.blocked(signal.SIGINT):
-            for rank in range(setup.world):
-                host = hosts[rank] if hosts else None
-                near, far = multiprocessing.Pipe()
-                pipes.append(near)
-                arguments = (far, rank, host, folder, setup)
-                # Spawned: a fork would copy the locks of torch's threads.
-                process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-                process.start()
-                far.close()
-                stack.callback(_end, process, near)
-        world = World(pipes, folder)
-        world.answers()  # each says when it has joined the group
+            places = zip(pools, range(setup.world), hosts, strict=True)
+            joins = [pool.submit(_answer, _join, (setup, rank, host, folder)) for pool, rank, host in places]
+        world.results(joins)
         yield world
-        world.send(b"")
-        for pipe in pipes:
-            pipe.poll(STOP_S)  # a rank that ends closes its end
-
-
-def _end(process: BaseProcess, pipe: Connection) -> None:
-    pipe.close()  # that ends a rank, whatever it is doing
-    process.join(STOP_S)
-    process.kill()
-    process.join()
+        wait([pool.submit(dist.destroy_process_group) for pool in pools], STOP_S)
 
 
 # The ranks' side.
 
 
-def _serve(pipe: Connection, rank: int, host: str | None, folder: Path, setup: RankSetup) -> None:
-    """Join the group, say so, answer calls until an empty one."""
+def _watch(pipe: Connection) -> None:
+    """End this rank, whatever it is doing, when the process that started it closes its end, or is no more."""
+
+    def end() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _join(setup: RankSetup, rank: int, host: str | None, folder: Path) -> None:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    calls: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_hear, args=(pipe, calls), daemon=True).start()
     torch.set_num_threads(THREADS)
-    pipe.send_bytes(_answer(pickle.dumps((setup.join, (rank, host, str(folder / "store"))))))
-    while call := calls.get():
-        pipe.send_bytes(_answer(call))
-    dist.destroy_process_group()
+    setup.join(rank, host, str(folder / "store"))
 
 
-def _hear(pipe: Connection, calls: SimpleQueue[bytes]) -> None:
-    # A thread of its own: the parent may go away while this rank waits in a collective.
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            calls.put(pipe.recv_bytes())
-    os._exit(1)
-
-
-def _answer(call: bytes) -> bytes:
+def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """fn(*args). What it raises becomes a text: not every exception can be pickled."""
     try:
-        fn, args = pickle.loads(call)
-        return pickle.dumps((True, fn(*args)))
+        return fn(*args)
     except ThinwireError as error:
-        return pickle.dumps((False, str(error)))
+        raise RankError(str(error)) from None
     except Exception:
-        return pickle.dumps((False, f"failed\n{traceback.format_exc()}"))
+        raise RankError(f"failed\n{traceback.format_exc()}") from None
