@@ -48,7 +48,7 @@ class Difference:
         return self.half is not None and self.mean - self.half > 0
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} nats" if self.half is None else f"{self.mean:+.4f} ± {self.half:.4f} nats"
+        return f"{self.mean:+z.4f} nats" if self.half is None else f"{self.mean:+z.4f} ± {self.half:.4f} nats"
 
 
 def t95(freedom: int) -> float:

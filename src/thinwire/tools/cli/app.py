@@ -8,6 +8,7 @@ from collections import UserDict
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from thinwire import __version__
@@ -24,9 +25,9 @@ _COMMANDS = {  # each a module of this room
 _EPILOG = """\b
 Exit status:
   0    done
-  1    it failed, or something is broken (doctor)
-  2    the command was not understood: the message says what is allowed
-  130  interrupted; what was measured until then is kept
+  1    failed; doctor: something is broken
+  2    bad arguments; the message says what is allowed
+  130  interrupted; measurements so far are written and printed
   141  the reader of the output went away (thinwire report ... | head -1)
 \b
 Example:
@@ -52,10 +53,20 @@ class _Commands(UserDict[str, Any]):
         return get_command(holder).commands[name]  # type: ignore[attr-defined]
 
 
-class _Root(screen.Group):
+class _Root(TyperGroup):
+    """The root command. A flag or a command that does not exist is answered with those that do."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands: Any = _Commands(_COMMANDS)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with screen.without_traceback():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with screen.without_traceback():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -90,7 +101,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

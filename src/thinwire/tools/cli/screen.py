@@ -20,18 +20,6 @@ INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
 NO_READER = 141  # and for SIGPIPE
 
 
-class Group(TyperGroup):
-    """The root command. A flag or a command that does not exist is answered with those that do."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _without_traceback():
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _without_traceback():
-            return super().invoke(ctx)
-
-
 class Commands(TyperGroup):
     """A group whose help has the whole first sentence of every command."""
 
@@ -41,7 +29,7 @@ class Commands(TyperGroup):
 
 
 @contextlib.contextmanager
-def _without_traceback() -> Iterator[None]:
+def without_traceback() -> Iterator[None]:
     """Turn Ctrl-C and an output that cannot be written into an exit status; add what is allowed to usage errors."""
     try:
         try:

@@ -42,11 +42,15 @@ class Column:
         return self.show(row.get(self.name))
 
 
-def grid(title: str, rows: Sequence[Row], columns: Sequence[Column], labels: int) -> TextGrid:
-    """A line per row; columns that are empty in every row are left out."""
-    kept = [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
-    labels -= sum(column not in kept for column in columns[:labels])
-    return TextGrid(title, [column.header for column in kept], [[c.cell(row) for c in kept] for row in rows], labels)
+def grid(what: str, rows: Sequence[Row], columns: Sequence[Column], labels: int, how: str = "") -> TextGrid:
+    """A line per row. Labels that are the same in every row go into the title; empty columns are left out."""
+    named = columns[:labels]
+    same = [one for one in named if len(rows) > 1 and len(distinct(rows, one.name)) == 1]
+    shared = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)
+    kept = [one for one in columns if one not in same and any(one.cell(row) != ABSENT for row in rows)]
+    cells = [[one.cell(row) for one in kept] for row in rows]
+    title = ". ".join(filter(None, (what, shared, how)))
+    return TextGrid(title, [one.header for one in kept], cells, sum(one in named for one in kept))
 
 
 def distinct(rows: Sequence[Row], column: str) -> list[str]:

@@ -5,7 +5,7 @@ Kinds that are not listed, such as those of the studies in benchmarks/, get a pl
 
 from collections.abc import Callable, Sequence
 
-from thinwire.tools.bench.record import Record, Row, Value
+from thinwire.tools.bench.record import CURVE, Record, Row, Value
 from thinwire.tools.report.cells import (
     Column,
     TextGrid,
@@ -33,11 +33,8 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
         "over fp32, over bf16: speedup over torch's own; kB: sent per rank; limit: share of the link's rate; host ms: "
         "until a call returns",
         (
-            *(
-                *texts(
-                    "verb", "model", "codec", "algorithm", "connections", "feedback", "world", "nodes", "link", "numel"
-                ),
-            ),
+            *texts("verb", "model", "codec", "algorithm", "connections"),
+            *texts("feedback", "world", "nodes", "link", "numel"),
             *(MS[0], *SPEEDUPS, Column("kB", "bytes_per_rank", scaled(1e-3))),
             Column("limit", "wire_limit_share", percent),
             Column("CPU ms", "cpu_ms_per_rank", significant),
@@ -84,26 +81,22 @@ def grids(record: Record) -> list[TextGrid]:
         return [table(record.kind, rows)]
     by_schema: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        by_schema.setdefault(tuple(row), []).append(row)
+        by_schema.setdefault(tuple(name for name in row if name != CURVE), []).append(row)
     return [_plain_grid(record.kind, names, found) for names, found in by_schema.items()]
 
 
 def _plain_grid(kind: str, names: Sequence[str], rows: Sequence[Row]) -> TextGrid:
-    """Every column, numbers to three digits."""
-    labels = sum(isinstance(rows[0][name], str) for name in names)
-    ordered = sorted(names, key=lambda name: not isinstance(rows[0][name], str))
-    return grid(kind, rows, [Column(name, name, _plain) for name in ordered], labels)
+    """Every column, numbers to three digits; what all rows have alike goes into the title."""
+    labels = [n for n in names if isinstance(rows[0][n], str) or (len(rows) > 1 and len(distinct(rows, n)) == 1)]
+    ordered = [*labels, *(name for name in names if name not in labels)]
+    return grid(kind, rows, [Column(name, name, _plain) for name in ordered], len(labels))
 
 
 def _plain(value: Value) -> str:
     return significant(value) if isinstance(value, float) else text(value)
 
 
-def table(kind: str, rows: Sequence[Row], prefix: str = "") -> TextGrid:
-    """Labels that are the same in every row stand in the title."""
+def table(kind: str, rows: Sequence[Row], what: str = "") -> TextGrid:
+    """The table of a kind; `what` begins its title."""
     title, columns, labels = TABLES[kind]
-    same = [] if len(rows) == 1 else [one for one in columns[:labels] if len(distinct(rows, one.name)) == 1]
-    labeled = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)
-    kept = [one for one in columns if one not in same]
-    head = ". ".join(part for part in (prefix, labeled, title) if part)
-    return grid(head, rows, kept, labels - len(same))
+    return grid(what, rows, columns, labels, title)
