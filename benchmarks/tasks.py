@@ -155,7 +155,7 @@ class Gpt(Task):
     judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
 
     def network(self) -> nn.Module:
-        return GptNetwork(len(help_pages()[0]), self.context, self.width, self.heads, self.depth)
+        return GptNetwork(help_pages()[0], self.context, self.width, self.heads, self.depth)
 
     def blocks(self, network: nn.Module) -> list[nn.Module]:
         return [block for block in network.modules() if isinstance(block, GptBlock)]

@@ -401,7 +401,7 @@ def test_the_advice_flips_once_and_names_nothing_whose_loss_was_not_measured(par
 def test_one_rank_has_nothing_to_send() -> None:
     found = verdict.judge(TrainingJob(1000, 1.0), Cluster(1), GPU)
     assert found.lines == ("Do not compress.", "Why: there is no other rank to send to.")
-    assert {prediction.step_s for prediction in found.ranked} == {1.0}
+    assert {prediction.step_s for prediction in found.ranked.values()} == {1.0}
 
 
 @pytest.mark.parametrize(

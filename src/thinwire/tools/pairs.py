@@ -19,17 +19,11 @@ _NORMAL95 = 1.960
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference of pairs, in nats, and half of its 95 % interval; None with fewer than two pairs."""
+    """How far a validation loss is above the uncompressed runs', in nats, by pairs of the same seed."""
 
-    mean: float
-    half: float | None
-    pairs: int
-
-    @property
-    def columns(self) -> dict[str, float | None]:
-        """As records hold it."""
-        low, high = (None, None) if self.half is None else (self.mean - self.half, self.mean + self.half)
-        return {"delta_nats": self.mean, "delta_low": low, "delta_high": high}
+    gap: float  # mean over seeds
+    half: float | None  # of the 95 % interval; None with fewer than two seeds
+    seeds: int
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Difference":
@@ -38,17 +32,25 @@ class Difference:
         return cls(row["delta_nats"], half, row["seeds"])
 
     @property
-    def none_seen(self) -> bool:
-        """Whether the whole interval lies inside the margin."""
-        return self.half is not None and abs(self.mean) + self.half <= MARGIN
+    def columns(self) -> dict[str, float | None]:
+        """As records hold it."""
+        return {"delta_nats": self.gap, "delta_low": self.low, "delta_high": self.high}
 
     @property
-    def worse(self) -> bool:
-        """Whether the whole interval lies above zero."""
-        return self.half is not None and self.mean - self.half > 0
+    def low(self) -> float | None:
+        return None if self.half is None else self.gap - self.half
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half is None else self.gap + self.half
+
+    @property
+    def none_seen(self) -> bool:
+        """Whether the whole interval lies inside the margin."""
+        return self.half is not None and abs(self.gap) + self.half <= MARGIN
 
     def __str__(self) -> str:
-        return f"{self.mean:+z.4f} nats" if self.half is None else f"{self.mean:+z.4f} ± {self.half:.4f} nats"
+        return f"{self.gap:+z.4f}" + ("" if self.half is None else f" ± {self.half:.4f}") + " nats"
 
 
 def t95(freedom: int) -> float:
@@ -87,14 +89,14 @@ def more_tokens(nats: float, per_doubling: float | None) -> float | None:
 
 def verdict(name: str, found: Difference, per_doubling: float | None = None) -> str:
     """One sentence about one arm."""
-    most = more_tokens(max(0.0, found.mean + (found.half or 0.0)), per_doubling)
+    most = more_tokens(max(0.0, found.gap + (found.half or 0.0)), per_doubling)
     cost = "" if most is None else f"; {most:.1f} % more tokens at most"
-    if found.half is None:
+    if found.low is None or found.high is None:
         return f"{name}: {found} from one pair of runs: add seeds for an interval"
     if found.none_seen:
         return f"{name}: {found}, no difference seen{cost}"
-    if found.worse:
+    if found.low > 0:
         return f"{name}: {found}, a loss{cost}"
-    if found.mean + found.half < 0:
+    if found.high < 0:
         return f"{name}: {found}, better than without compression"
     return f"{name}: {found}, undecided: add seeds or train longer{cost}"

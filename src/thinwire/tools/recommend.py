@@ -36,18 +36,11 @@ def scheme_of(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What a scheme did to the validation loss in one record, by pairs of the same seed."""
+class Loss(Difference):
+    """What a scheme did to the validation loss in one record."""
 
-    gap: float  # nats above the uncompressed runs, mean over seeds
-    half: float  # of the 95 % interval
-    seeds: int
     params: int | None  # of the model; None: a script of the user's
     source: str
-
-    @property
-    def found(self) -> Difference:
-        return Difference(self.gap, self.half, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,12 @@ class Way:
 
     @property
     def is_safe(self) -> bool:
-        return self.is_exact or (self.loss is not None and self.loss.found.none_seen)
+        return self.is_exact or (self.loss is not None and self.loss.none_seen)
 
     @property
     def is_tolerable(self) -> bool:
-        return self.is_safe or (self.loss is not None and self.loss.gap + self.loss.half <= TOLERATED)
+        high = None if self.loss is None else self.loss.high
+        return self.is_safe or (high is not None and high <= TOLERATED)
 
     def gain(self, other: "Way") -> float:
         return other.step_s / self.step_s if self.step_s else 1.0
@@ -91,7 +85,11 @@ class Recommendation:
 
     @property
     def compress(self) -> bool:
-        return self.safe is not self.plain or self.faster is not None
+        return self.best is not self.plain
+
+    @property
+    def best(self) -> Way:
+        return self.faster or self.safe
 
     def speedup(self, way: Way) -> str:
         """1.8–2.9 × over fp32, 1.0–1.7 × over bf16."""

@@ -98,7 +98,7 @@ def row_of(plan: Plan, arm: str, losses: dict[str, dict[int, float]], bits: floa
         "val_loss": sum(losses[arm].values()) / len(losses[arm]),
         "fp32_val_nats": sum(losses[NONE].values()) / len(losses[NONE]),
         **gap.columns,
-        "tokens_more_percent": pairs.more_tokens(gap.mean, each),
+        "tokens_more_percent": pairs.more_tokens(gap.gap, each),
         "verdict": pairs.verdict(arm, gap, each),
     }
 

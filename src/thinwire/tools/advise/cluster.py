@@ -82,13 +82,9 @@ class Cluster:
         return across + ((self.world - self.nodes) * self.inside.latency_s if self.inside else 0.0)
 
     @property
-    def links(self) -> list[LinkModel]:
-        return [link for link in (self.across, self.inside) if link is not None]
-
-    @property
     def latency_s(self) -> float:
         """The latency of the slowest link."""
-        return max((link.latency_s for link in self.links), default=0.0)
+        return max(link.latency_s if link else 0.0 for link in (self.across, self.inside))
 
     @property
     def sum_latency_s(self) -> float:
@@ -146,8 +142,8 @@ class Machine:
         turns = max(1.0, ranks / cores)
         slower = turns * (CROWD if ranks <= cores else TURNS)
         speeds = {name: CodecSpeed(*(slower * s for s in astuple(speed))) for name, speed in self.codecs.items()}
-        call_s, message_s, byte_s = (turns * seconds for seconds in (self.call_s, self.message_s, self.byte_s))
-        return Machine(self.device, self.source, slower * self.copy_s, speeds, call_s, message_s, byte_s, own)
+        hosts = {name: turns * getattr(self, name) for name in ("call_s", "message_s", "byte_s")}
+        return replace(self, copy_s=slower * self.copy_s, codecs=speeds, cores=own, **hosts)
 
 
 def recorded(device: str, architecture: str | None = None) -> Machine:

@@ -66,7 +66,7 @@ def _paired(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
     except CodecError:  # a peer, such as powersgd4
         feedback = "none"
     size = int(column(row, "params")) if row.get("params") else None
-    yield recommend.name(arm, feedback), Loss(gap.mean, gap.half, int(column(row, "seeds")), size, source)
+    yield recommend.name(arm, feedback), Loss(gap.gap, gap.half, int(column(row, "seeds")), size, source)
 
 
 def trained(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
@@ -90,8 +90,7 @@ def column(row: Row, name: str, least: float = 1e-18) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    ranked: tuple[Prediction, ...]  # the fastest first
-    ways: Mapping[Scheme, Way]  # what the rule saw of each
+    ranked: Mapping[Way, Prediction]  # the fastest first
     choice: Recommendation
     state_bytes: float  # of a rank, without activations
     lines: tuple[str, ...]  # the answers, why, and notes
@@ -115,14 +114,14 @@ def judge(
     found = [_with_best_buckets(job, one, cluster, machine, buckets) for one in model.candidates(job, cluster, codecs)]
     measured = {**shipped().losses.get("fsdp2" if job.sharded else job.parallel, {}), **(losses or {})}
     ordered = [found[0], *sorted(found[1:], key=lambda one: one.scheme.exactness)]
-    ways = {one.scheme: _way(one, job, cluster, measured) for one in ordered}
-    choice = recommend.choose(list(ways.values()))
+    by_way = {_way(one, job, cluster, measured): one for one in ordered}
+    choice = recommend.choose(list(by_way))
     needs = model.state_bytes(job, cluster)
-    by_way = {id(ways[one.scheme]): one for one in found}
     lines = _too_large(job, cluster, needs, memory, activations)
     if not lines:
         lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
-    return Verdict(tuple(sorted(found, key=lambda one: one.step_s)), ways, choice, needs, tuple(lines))
+    ranked = dict(sorted(by_way.items(), key=lambda pair: pair[1].step_s))
+    return Verdict(ranked, choice, needs, tuple(lines))
 
 
 def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Losses) -> Way:
@@ -144,11 +143,9 @@ def _with_best_buckets(
 ) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.learns * job.dtype.itemsize
-    sizes = (
-        sorted(buckets)[: sum(size < whole for size in buckets) + 1]
-        if job.parallel == model.DDP
-        else [job.bucket_bytes]
-    )
+    sizes = sorted(buckets)[: sum(size < whole for size in buckets) + 1]
+    if job.parallel != model.DDP:
+        sizes = [job.bucket_bytes]
     tried = [model.predict(replace(job, bucket_bytes=size), scheme, cluster, machine) for size in sizes]
     fastest = min(prediction.step_s for prediction in tried)
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
@@ -185,9 +182,8 @@ def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
         yield f"Safe: {choice.safe.name}, {choice.speedup(choice.safe)}. {loss_text(job, choice.safe)}."
         yield f"    {choice.safe.code}"
     if choice.faster is not None:
-        yield f"Faster: {choice.faster.name}, {choice.speedup(choice.faster)}; check the loss. " + (
-            f"{loss_text(job, choice.faster)}."
-        )
+        speedup = f"{choice.speedup(choice.faster)}; check the loss"
+        yield f"Faster: {choice.faster.name}, {speedup}. {loss_text(job, choice.faster)}."
         yield f"    {choice.faster.code}"
 
 
@@ -195,7 +191,7 @@ def loss_text(job: TrainingJob, way: Way) -> str:
     """Loss: +0.0004 ± 0.0020 nats on 25 M; yours is 50 × larger."""
     if way.loss is None:
         return "Loss: that of bf16, not measured" if way.is_exact else "Loss: not measured"
-    text = f"Loss: {way.loss.found} ({way.loss.source}, {way.loss.seeds} seeds)"
+    text = f"Loss: {way.loss} ({way.loss.source}, {way.loss.seeds} seeds)"
     if way.loss.params is None:
         return text
     times = job.params / way.loss.params
@@ -203,8 +199,8 @@ def loss_text(job: TrainingJob, way: Way) -> str:
     return f"{text} on {units.amount(way.loss.params)} weights{larger}"
 
 
-def _why(job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[int, Prediction]) -> Iterator[str]:
-    plain = by_way[id(choice.plain)]
+def _why(job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[Way, Prediction]) -> Iterator[str]:
+    plain = by_way[choice.plain]
     if cluster.world == 1:
         yield "Why: there is no other rank to send to."
         return
@@ -213,27 +209,26 @@ def _why(job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Map
     if plain.exposed_s < GAIN * plain.step_s:
         yield f"Why: {alone} and {waits}: next to nothing to gain."
     elif choice.compress:
-        best = by_way[id(choice.faster or choice.safe)]
-        yield f"Why: {alone} and {waits}; with {(choice.faster or choice.safe).name} {units.duration(best.exposed_s)}."
+        yield f"Why: {alone} and {waits}; with {choice.best.name} {units.duration(by_way[choice.best].exposed_s)}."
     else:
         yield f"Why: {alone} and {waits}; no scheme whose loss was measured is faster over its whole range."
     if job.parallel == model.DILOCO:
         ways = [way for way in dict.fromkeys((choice.plain, choice.safe, choice.faster)) if way is not None]
-        rounds = [f"{way.name} {units.duration(by_way[id(way)].round_s)}" for way in ways]
+        rounds = [f"{way.name} {units.duration(by_way[way].round_s)}" for way in ways]
         yield f"A round between {cluster.nodes} sites, every {job.every} steps: {', '.join(rounds)}."
 
 
 def _notes(
-    job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[int, Prediction]
+    job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[Way, Prediction]
 ) -> Iterator[str]:
     """What is not in the answers: buckets, frozen weights, DiLoCo's own cost, what was never compared."""
     if cluster.world == 1:
         return
-    best = choice.faster or choice.safe
-    if choice.compress and job.parallel == model.DDP and by_way[id(best)].bucket_bytes != model.BUCKET_BYTES:
-        yield f"Note: predicted for DDP(bucket_cap_mb={units.mebibytes(by_way[id(best)].bucket_bytes)})."
+    buckets = by_way[choice.best].bucket_bytes
+    if choice.compress and job.parallel == model.DDP and buckets != model.BUCKET_BYTES:
+        yield f"Note: predicted for DDP(bucket_cap_mb={units.mebibytes(buckets)})."
     if job.learns < FEW * job.params:
-        sent = units.nbytes(by_way[id(choice.plain)].bytes)
+        sent = units.nbytes(by_way[choice.plain].bytes)
         yield f"Note: {100 * job.learns / job.params:.2g} % of the weights learn, so a rank sends {sent} per step."
     if job.parallel == model.FSDP2 and cluster.has_levels and choice.compress:
         yield "Note: with shards inside a node (--parallel hsdp) far less travels between nodes."

@@ -58,10 +58,10 @@ class StepModel:
     inputs: tuple[int, int]  # of a batch: rows, and features or letters
     classes: int
 
-    def build(self) -> nn.Module:
+    def build(self, seed: int = 0) -> nn.Module:
         """The same weights on every rank; torch's generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             return self.network()
 
     def batch(self, rank: int) -> Batch:

@@ -172,10 +172,9 @@ def _grid(found: Verdict, job: TrainingJob) -> TextGrid:
     buckets = ["bucket"] if job.parallel == model.DDP else []
     header = ["scheme", "step", *(f"over {way.name}" for way in others), "loss, nats", "bytes", "across", *buckets]
     rows = []
-    for one in found.ranked:
-        way = found.ways[one.scheme]
+    for way, one in found.ranked.items():
         measured = "–" if way.is_exact and way.loss is None else "not measured"
-        loss = measured if way.loss is None else str(way.loss.found).removesuffix(" nats")
+        loss = measured if way.loss is None else str(way.loss).removesuffix(" nats")
         sizes = [units.nbytes(one.bytes), units.nbytes(one.bytes_across)]
         sizes += [f"{units.mebibytes(one.bucket_bytes)} MiB" for _ in buckets]
         rows.append([way.name, units.duration(one.step_s), *(way.range(other) for other in others), loss, *sizes])
@@ -187,8 +186,7 @@ def _answer(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) ->
     answers = {"safe": choice.safe, "faster": choice.faster}
     advice = {name: way and {"scheme": way.name, "how": way.code} for name, way in answers.items()}
     schemes = []
-    for one in found.ranked:
-        way = found.ways[one.scheme]
+    for way, one in found.ranked.items():
         gain = way.gain(choice.plain)
         more = {"speedup": gain, "speedup_range": [gain * way.low, gain * way.high]}
         loss = {"loss": way.loss and asdict(way.loss), "safe": way.is_safe}

@@ -133,7 +133,7 @@ def _cells(row: Row, plain: Row) -> list[str]:
     return [
         recommend.scheme_of(row),
         "diverged" if row["diverged"] else significant(row["loss"]),
-        ABSENT if found is None else str(found.found).removesuffix(" nats"),
+        ABSENT if found is None else str(found).removesuffix(" nats"),
         ABSENT if step_s is None else units.duration(step_s),
         f"{fixed(2)(row['speedup_plain'])} ×",
         ABSENT if sent is None else units.nbytes(sent),

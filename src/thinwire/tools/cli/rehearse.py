@@ -17,11 +17,12 @@ from thinwire.tools.cli.flags import Json, Words, count, option
 from thinwire.tools.report import tables
 
 CODECS = ("int8", "lloyd4")
+SCRIPT = "A training script that calls thinwire.rehearse and report_loss."
 
 
 def command(
-    script: Annotated[str, typer.Argument(help="A training script that calls thinwire.rehearse and report_loss.")],
-    arguments: Annotated[Words, typer.Argument(help="Arguments of the script, after --.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help=SCRIPT)],
+    arguments: Annotated[Words, typer.Argument(metavar="ARGUMENT", help="Arguments of the script, after --.")] = None,
     codecs: Annotated[Words, option("As for compress_ddp; default int8,lloyd4. none and null are added.")] = None,
     world: Annotated[int, count("Ranks to play.", least=2)] = 8,
     seeds: Annotated[int, count("Runs of each codec; an interval needs 2, 3 are better.")] = 3,

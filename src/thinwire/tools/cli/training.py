@@ -1,7 +1,7 @@
 """What `thinwire demo` measures: a small GPT trained plainly and with each codec, from the same seeds and batches.
 
-The text is that of Python's help pages; nothing is downloaded. Times are those of
-`thinwire bench step`. The record is of kind "train".
+The text is that of Python's help pages; nothing is downloaded. Times are those of `thinwire bench step`. The record is
+of kind "train".
 """
 
 import gc
@@ -52,14 +52,10 @@ class DemoPlan:
     effort: Effort = EFFORT
 
     @property
-    def setup(self) -> RankSetup:
-        return RankSetup(world=self.world, link=self.link)
-
-    def network(self, seed: int) -> nn.Module:
-        """As a seed makes it, on every rank the same. torch's generator is left as it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return Transformer(len(help_pages()[0]), self.context, self.width, self.heads, self.depth)
+    def model(self) -> StepModel:
+        letters, _, _ = help_pages()
+        network = partial(Transformer, letters, self.context, self.width, self.heads, self.depth)
+        return StepModel(network, TransformerBlock, (self.rows, self.context), letters)
 
     def batch(self, number: int, seed: int, rank: int) -> Batch:
         """Windows that start anywhere in this rank's part of the text."""
@@ -79,27 +75,18 @@ QUICK = DemoPlan(steps=12, seeds=2, width=32, depth=1, judged=1 << 12, effort=Ef
 
 
 @lru_cache(maxsize=1)
-def help_pages() -> tuple[str, Tensor, Tensor]:
-    """The letters, and the text as codes, nine tenths to train on; the rest is held out."""
+def help_pages() -> tuple[int, Tensor, Tensor]:
+    """How many letters there are, and the text as codes: nine tenths to train on, the rest is held out."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     text = "".join(topics[name] for name in sorted(topics))
-    letters = "".join(sorted(set(text)))
-    places = {letter: code for code, letter in enumerate(letters)}
+    places = {letter: code for code, letter in enumerate(sorted(set(text)))}
     codes = torch.tensor([places[letter] for letter in text])
     train, held_out = codes.tensor_split([9 * len(codes) // 10])
-    return letters, train, held_out
+    return len(places), train, held_out
 
 
 def _part(whole: Tensor, rank: int, world: int) -> Tensor:
     return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
-
-
-def case_of(plan: DemoPlan) -> StepCase:
-    """The steps that are timed: of the demo's own network, and always torch's bf16 hook among them."""
-    timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))
-    network = partial(plan.network, 0)
-    model = StepModel(network, TransformerBlock, (plan.rows, plan.context), len(help_pages()[0]))
-    return StepCase(plan.setup, timed, "demo", model)
 
 
 @dataclass(frozen=True)
@@ -129,13 +116,15 @@ def run(
 
 def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     """Times come first, so that a row is complete as soon as its last seed is trained."""
+    setup = RankSetup(world=plan.world, link=plan.link)
+    timed = tuple(dict.fromkeys((*plan.schemes, step.parse(BF16))))  # torch's bf16 hook always among them
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
-    with launch.ranks(plan.setup) as world:
+    with launch.ranks(setup) as world:
         for case in progress([STEP_TIMES, *runs]):
             if case == STEP_TIMES:
-                times = world.run(step.measure, case_of(plan), plan.effort)
+                times = world.run(step.measure, StepCase(setup, timed, "demo", plan.model), plan.effort)
                 continue
             place, seed = divmod(runs.index(case), plan.seeds)
             scheme = plan.schemes[place]
@@ -166,7 +155,7 @@ def row_of(
         **{"feedback": mine[0][0].feedback, "world": plan.world, "link": str(plan.link or "loopback")},
         **{"seeds": plan.seeds, "steps": plan.steps, "batch": plan.rows, "params": params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
-        **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.mean if finite else None},
+        **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.gap if finite else None},
         "val_gap_error": None if gap.half is None else gap.half / pairs.t95(plan.seeds - 1),
         **{"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "compute_ms": step_ms[COMPUTE]},
         "cpu_ms_per_rank": timing.cpu_ms([part[scheme.name] for part in times]),
@@ -183,7 +172,7 @@ def row_of(
 def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     """Train this rank's replica and judge it; all ranks run it together."""
     rank = dist.get_rank()
-    network = plan.network(seed)
+    network = plan.model.build(seed)
     replica = Replica(scheme, network, torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0))
     for number in range(plan.steps):
         for group in replica.optimizer.param_groups:

@@ -74,11 +74,11 @@ def number(value: Value, times: float = 1) -> float | None:
 
 
 def fixed(decimals: int, sign: str = "") -> Callable[[Value], str]:
-    """4.53, or +0.012 with a sign."""
+    """4.53, or +0.012 with a sign; never -0.00."""
 
     def show(value: Value) -> str:
         found = number(value)
-        return ABSENT if found is None else f"{found:{sign}.{decimals}f}"
+        return ABSENT if found is None else f"{found:{sign}z.{decimals}f}"
 
     return show
 
