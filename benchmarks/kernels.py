@@ -4,7 +4,7 @@ Every case measures a backend's own functions (`kernels.schema.Backend`), so the
 Inputs are Gaussian; the speed of the kernels does not hang on the values. On a GPU every call goes round sets of
 buffers that together are several times its cache, so that small tensors come from memory as large ones do, kernel and
 copies alike. Torch's own ways to the same end are the functions of its quantization hooks, and torch.compile of the
-reference. What the parts of a run are stands in `thinwire bench kernels --help`.
+reference. `python -m benchmarks.kernels --help` lists the parts of a run.
 """
 
 import warnings

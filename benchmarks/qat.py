@@ -1,6 +1,6 @@
 """The benchmark of quantization-aware training. A run has parts:
 
-speed   what fake quantization costs beside plain copies and torch's own op (bench/qat_speed.py)
+speed   what fake quantization costs beside plain copies and torch's own op (qat_speed.py)
 train   what a network of three convolutions reaches on scikit-learn's digits at a few bits, by method
 
 A seed fixes the split into training and test images, the first weights and every batch. The network is trained in fp32

@@ -1,6 +1,6 @@
-"""The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
+"""How gradients travel in benchmarks.train: codecs, torch's own hooks beside them, and controls that ought to fail.
 
-To add one of torch's: its name in `PEERS`, and how it is registered in `TrainReplica`; for FSDP2, in `SHARDED_PEERS`
+To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS`
 and sharded.py, where DiLoCo is too.
 """
 

@@ -1,4 +1,4 @@
-"""What `bench train` trains: models, data and rates. A seed fixes the weights and every rank's batches.
+"""What benchmarks.train trains: models, data and rates. A seed fixes the weights and every rank's batches.
 
 To add a task: write a class with the methods of `Task`, enter one of it in `TASKS` and a small one in `QUICK_TASKS`.
 Nothing is downloaded: the digits come with scikit-learn, the text of `gpt` with CPython.

@@ -4,7 +4,7 @@ Losses: every scheme trains from the same seeds on the same batches as uncompres
 by seed. Times: all schemes share one network and step by turns, each after a barrier, at a rate of zero; a step takes
 as long as on its slowest rank, and medians are compared. torch's own bf16 hook is always timed.
 
-With FSDP2 and DiLoCo, of which `thinwire bench train --help` tells, every scheme has a network of its own. A round of
+With FSDP2 and DiLoCo (see `python -m benchmarks.train --help`) every scheme has a network of its own. A round of
 DiLoCo is timed after one step. Training itself is timed too: after every round, and now and then in DDP, the loss is
 taken while the clock stands still.
 """

@@ -570,7 +570,7 @@ def test_the_largest_and_smallest_are_predicted_too(parallel: str) -> None:
         (f"{LARGE} --world 2.7", "expected a whole number"),
         ("--params many", "expected a count such as 7e9, 125M or 7B, got 'many'"),
         (LARGE.replace("25gbit", "25gb"), "expected a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"),
-        (LARGE.replace("node 8", "node 7"), "64 ranks do not make nodes of 7"),
+        (LARGE.replace("node 8", "node 7"), "expected a divisor of --world 64, got 7"),
         (f"{LARGE} --overlap 2", "expected a share such as 0.5 or 50%, got '2'"),
         (f"{LARGE} --codecs int9", "unknown codec 'int9'"),
         (f"{LARGE} --cores 4", "Invalid value for --cores: goes with --device cpu"),

@@ -121,11 +121,11 @@ def test_what_ranks_have_to_agree_on(changes: dict[str, Any], said: list[str]) -
 def test_loopback_between_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # where a distribution has it so
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    trapped = {**CARD, "host": "b", "interface": peers.way_out("gloo")}
+    trapped = {**CARD, "host": "b", "interface": peers.interface_of("gloo")}
     (told,) = peers.unreachable({0: CARD, 1: trapped})
     assert told.startswith("rank 1 on b uses 127.0.1.1, which no other machine reaches: set GLOO_SOCKET_IFNAME there")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first = {**CARD, "interface": peers.way_out("gloo")}
+    first = {**CARD, "interface": peers.interface_of("gloo")}
     assert len(peers.unreachable({0: first, 1: {**CARD, "host": "b"}})) == 1
     assert peers.unreachable({0: first, 1: first}) == []
 

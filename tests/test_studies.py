@@ -256,7 +256,7 @@ def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
         (bench.command, ["--link", "fast"], "expected a rate such as 100mbit"),
         (bench.command, ["--json", "no/such/folder/x.json"], "cannot be written"),
         (codec_bench.command, ["--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
-        (kernels_bench.command, ["--device", "cpu", "--threads", "1,0"], "expected integers from 1 on, got '0'"),
+        (kernels_bench.command, ["--device", "cpu", "--threads", "1,0"], "expected integers of 1 or more, got '0'"),
         (qat.command, ["--parts", "speed,nothing"], "'nothing' is not one of speed, train"),
         (qat.command, ["--methods", "lsq,adam"], "'adam' is not one of fp32, lsq, lsqplus"),
         (qat.command, ["--bits", "2,9"], "from 2 to 8, got"),

@@ -7,7 +7,9 @@ the plane's bytes. A row is filled up to a multiple of eight codes.
 Shape suffixes: R rows, N codes of a row, B bytes of a row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.functional import pad
 from thinwire.kernels import Grid, packing
 from thinwire.kernels.fake_quantize import codes_of, values_of
 from thinwire.qat.lsq import LSQ
-from thinwire.qat.ops import Laid, lay_out
+from thinwire.qat.ops import lay_out
 from thinwire.wire import PLANES
 
 
@@ -40,40 +42,35 @@ class Coding:
         grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
         return cls(quantizer.bits, grid, quantizer.axis, quantizer.group)
 
-    def lay_out(self, x: Tensor, scale: Tensor) -> Laid:
-        """How kernels see x, which is contiguous."""
-        assert x.is_contiguous()
-        return lay_out(x, scale.numel(), self.axis, self.group)
-
     def codes(self, x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The codes of x in its shape, uint8; NaN has the code 0."""
-        laid = self.lay_out(x, scale)
+        laid = lay_out(x, scale.numel(), self.axis, self.group)
         return codes_of(self.grid, laid.view(x), scale, offset).view(x.shape)
 
-    def values(self, codes: Tensor, scale: Tensor, offset: Tensor | None, out: Tensor) -> None:
-        """out = the numbers of these codes; where a channel's scale is NaN, so are its numbers."""
-        laid = self.lay_out(out, scale)
+    def values(self, codes: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The numbers of these codes; where a channel's scale is NaN, so are its numbers."""
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        laid = lay_out(out, scale.numel(), self.axis, self.group)
         values_of(self.grid, laid.view(codes), scale, offset, laid.view(out))
+        return out
 
 
 def pack(codes_RN: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2**bits as bytes."""
     full_RN = pad(codes_RN, (0, -codes_RN.shape[1] % 8))
-    planes = []
-    shift = 0
-    for width in PLANES[bits]:
-        planes.append(packing.pack(full_RN, shift, width))
-        shift += width
-    return torch.cat(planes, 1)
+    return torch.cat([packing.pack(full_RN, shift, width) for shift, width in _planes(bits)], 1)
 
 
 def unpack(packed_RB: Tensor, bits: int, numel: int) -> Tensor:
     """The codes of `pack`."""
     eighth = -(-numel // 8)
     codes_RN = packed_RB.new_zeros(len(packed_RB), 8 * eighth)
-    shift = 0
-    for width in PLANES[bits]:
+    for shift, width in _planes(bits):
         plane = packed_RB[:, shift * eighth : (shift + width) * eighth]
         codes_RN |= packing.unpack(plane, width) << shift
-        shift += width
     return codes_RN[:, :numel]
+
+
+def _planes(bits: int) -> Iterator[tuple[int, int]]:
+    """The lowest bit of every plane, and how many it has."""
+    return zip(accumulate(PLANES[bits], initial=0), PLANES[bits], strict=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinwire.errors import QatError, QatTypeError
 from thinwire.qat import layers
 from thinwire.qat.codes import Coding, pack, unpack
-from thinwire.qat.layers import QuantizedLayer, check_model, waiting
+from thinwire.qat.layers import QuantizedLayer, check_model, without_scale
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import never_narrow
 
@@ -54,7 +54,7 @@ class IntegerWeight(nn.Module):
 
     def forward(self) -> Tensor:
         """The whole weight."""
-        weight = self._values(self.codes(), self.scale, self.offset)
+        weight = self.coding.values(self.codes(), self.scale, self.offset, self.dtype)
         return weight.contiguous(memory_format=self.memory_format)
 
     def codes(self) -> Tensor:
@@ -64,16 +64,10 @@ class IntegerWeight(nn.Module):
     def rows(self, index: Tensor) -> Tensor:
         """The rows of a table at these indices; no other is decoded."""
         flat = index.reshape(-1)
-        scale = self.scale.view(len(self.packed), -1)[flat]
-        offset = None if self.offset is None else self.offset.view(len(self.packed), -1)[flat]
+        scale = self.scale.view(len(self.packed), -1)[flat].flatten()
+        offset = None if self.offset is None else self.offset.view(len(self.packed), -1)[flat].flatten()
         codes = unpack(self.packed.index_select(0, flat), self.coding.bits, self.shape[1])
-        return self._values(codes, scale, offset).view(*index.shape, self.shape[1])
-
-    def _values(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        out = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
-        flat = None if offset is None else offset.reshape(-1)
-        self.coding.values(codes, scale.reshape(-1), flat, out)
-        return out
+        return self.coding.values(codes, scale, offset, self.dtype).view(*index.shape, self.shape[1])
 
     def extra_repr(self) -> str:
         """The weight's shape, and the range of its integers."""
@@ -217,7 +211,7 @@ def _check(model: nn.Module) -> None:
         why = "it is converted already" if done else "run qat.prepare(model) and train it first"
         raise QatError(f"this {type(model).__name__} has no quantized layers: {why}")
     # On the meta device no quantizer has a scale, and none is needed.
-    late = [name for name, quantizer in waiting(model).items() if not quantizer.init_left.is_meta]
+    late = [name for name, quantizer in without_scale(model).items() if not quantizer.init_left.is_meta]
     if late:
         raise QatError(
             f"these quantizers have no scale yet: {', '.join(late)}; "

@@ -82,8 +82,8 @@ class _Exported(nn.Module):
         self.width = 4 if coding.bits <= 4 and opset >= OPSETS[1] else 8
         self.axis = 0 if coding.group else coding.axis
         self.register_buffer("integers", integers.to(torch.int8 if self.signed else torch.uint8))
-        self.register_buffer("scale", self._numbered(scale))
-        self.register_buffer("offset", None if offset is None else self._numbered(offset))
+        self.register_buffer("scale", self._shaped(scale))
+        self.register_buffer("offset", None if offset is None else self._shaped(offset))
 
     def onnx_type(self) -> Any:
         """INT8, UINT8, INT4 or UINT4."""
@@ -91,18 +91,18 @@ class _Exported(nn.Module):
 
         return ir.DataType[f"{'' if self.signed else 'U'}INT{self.width}"]
 
-    def _numbered(self, x: Tensor) -> Tensor:
+    def _shaped(self, x: Tensor) -> Tensor:
         """x in the shape ONNX takes: a list for an axis, otherwise a scalar."""
         return x.detach().float().reshape(() if self.axis is None else -1)
 
-    def _beside(self, x: Tensor, like: Tensor) -> Tensor:
+    def _broadcast(self, x: Tensor, like: Tensor) -> Tensor:
         """x, one number per channel, in a shape that fits `like`."""
         dim = like.dim()
         return x if self.axis is None else x.view([-1 if at == self.axis % dim else 1 for at in range(dim)])
 
     def _dequantized(self, q: Tensor, *zero: Tensor) -> Tensor:
         y = self._operator("DequantizeLinear", q, self.scale, *zero, dtype=torch.float32)
-        return y if self.offset is None else y + self._beside(self.offset, y)
+        return y if self.offset is None else y + self._broadcast(self.offset, y)
 
     def _operator(self, name: str, x: Tensor, *rest: Tensor, dtype: torch.dtype | int) -> Tensor:
         attributes: Any = {} if self.axis is None else {"axis": self.axis}
@@ -142,9 +142,9 @@ class _ExportedInput(_Exported):
         self.register_buffer("high", coding.grid.quant_max * self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float() if self.offset is None else x.float() - self._beside(self.offset, x)
+        y = x.float() if self.offset is None else x.float() - self._broadcast(self.offset, x)
         if self.narrow:
-            y = y.clamp(self._beside(self.low, y), self._beside(self.high, y))
+            y = y.clamp(self._broadcast(self.low, y), self._broadcast(self.high, y))
         q = self._operator("QuantizeLinear", y, self.scale, self.integers, dtype=self.kind)
         return self._dequantized(q, self.integers).to(x.dtype)
 

@@ -128,7 +128,7 @@ def check_model(model: nn.Module, verb: str, sharded: str) -> None:
         raise QatError(sharded)
 
 
-def waiting(model: nn.Module) -> dict[str, LSQ]:
+def without_scale(model: nn.Module) -> dict[str, LSQ]:
     """The quantizers that have no scale yet, by name."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, LSQ))
     return {name: quantizer for name, quantizer in found if not quantizer.initialized}

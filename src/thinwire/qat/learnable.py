@@ -178,25 +178,24 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         if modes.static and not _recomputing():
             self._observe(X.detach(), adopt=modes.fake_quant)
         if modes.fake_quant or not modes.static:
-            self._hold()
+            self._clamp()
         return self._quantized(X) if modes.fake_quant else X
 
     def _quantized(self, x: Tensor) -> Tensor:
         scale = self.scale.clone()  # [Note: Snapshots]
         zero_point = self.zero_point.clone()
-        # A real zero point is an offset said in steps; autograd turns the offset's gradients into its own.
-        shift: dict[str, Any] = (
-            {"offset": -zero_point * scale} if self.qscheme == ranges.FLOAT else {"zero_point": zero_point}
-        )
+        # A real zero point is an offset in steps; autograd turns the offset's gradients into its own.
+        real = self.qscheme == ranges.FLOAT
         return fake_quantize(
             x,
             scale,
             quant_min=self.quant_min,
             quant_max=self.quant_max,
+            zero_point=None if real else zero_point,
+            offset=-zero_point * scale if real else None,
             axis=self._axis,
             gradient=self.gradient,
             scale_gradient=self.use_grad_scaling,
-            **shift,
         )
 
     @torch.no_grad()
@@ -218,7 +217,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         _write(self.zero_point, zero_point.where(seen, self.zero_point))
 
     @torch.no_grad()
-    def _hold(self) -> None:
+    def _clamp(self) -> None:
         """Keep scales at eps or above, whatever the optimizer did, and symmetric zero points in the middle."""
         _write(self.scale, torch.maximum(self.scale, self.eps))
         if self.qscheme in ranges.SYMMETRIC:
@@ -260,7 +259,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Scale, and zero point as an integer of the range (as it is for schemes with real zero points)."""
-        self._hold()
+        self._clamp()
         scale = self.scale.detach().clone()
         zero_point = self.zero_point.detach().clone()
         check_scale(scale.cpu())

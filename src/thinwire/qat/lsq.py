@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from thinwire.errors import QatError, QatStateError
 from thinwire.qat.agreement import Agreement, Ranks
 from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
-from thinwire.qat.starts import least_error, living, mean_magnitude, three_sigmas
+from thinwire.qat.starts import least_error, mean_magnitude, three_sigmas, usable
 
 BITS = range(2, 9)
 _UNSIZED: Any = nn.UninitializedParameter  # torch's types do not know its keywords
@@ -100,7 +100,7 @@ class LSQ(nn.Module):
         self.register_buffer("init_left", torch.tensor(init_batches))
         self.register_buffer("quant_range", torch.tensor([self.quant_min, self.quant_max]))
         self.register_buffer("scale_floor", torch.zeros((), dtype=torch.float32))
-        self._hold()
+        self._note_own()
 
     # --- what it does ------------------------------------------------------------------------------------------------
 
@@ -185,10 +185,10 @@ class LSQ(nn.Module):
         """Make the start, or a part of it, from a batch. Whether there is a grid by now."""
         if torch.compiler.is_compiling():  # no start in a graph: an error where it must be whole, else run beside it
             torch._dynamo.graph_break(msg=_BEFORE_COMPILE)
-            return bool(torch.compiler.disable(self._take)(x))
-        return self._take(x)
+            return bool(torch.compiler.disable(self._start_from)(x))
+        return self._start_from(x)
 
-    def _take(self, x: Tensor) -> bool:
+    def _start_from(self, x: Tensor) -> bool:
         left = self._left()
         if not left:
             return True
@@ -213,7 +213,7 @@ class LSQ(nn.Module):
             return None
         mean_C, negative = found
         signed = (negative or self.quant_min < 0) if self.symmetric == "auto" else self.symmetric
-        return Start(living(2 * mean_C / math.sqrt(self._range(signed)[1])), None, signed)
+        return Start(usable(2 * mean_C / math.sqrt(self._range(signed)[1])), None, signed)
 
     def _blind(self, weight: Tensor) -> Start:
         """A start for a weight of zeros: as if its elements were as large as 1 / sqrt(n), n of them to a channel."""
@@ -256,7 +256,7 @@ class LSQ(nn.Module):
         """[Note: Parameters that are lent]"""
         return self._own["scale"] is not self._parameters.get("scale")
 
-    def _hold(self) -> None:
+    def _note_own(self) -> None:
         self._own = dict(self._parameters)
 
     # --- its range and its channels ----------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class LSQ(nn.Module):
         for name in unsized.keys() - self._unsized().keys():  # on the way to the meta device they became empty ones
             moved = getattr(self, name)
             setattr(self, name, _UNSIZED(device=moved.device, dtype=moved.dtype))
-        self._hold()
+        self._note_own()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -316,7 +316,7 @@ class LSQ(nn.Module):
         self._parameters.update(unsized)
         self._ready = False
         self._left()  # torch.compile must find the cache filled
-        self._hold()
+        self._note_own()
 
     def _check_range(self, saved: Tensor | None, prefix: str, errors: list[str]) -> None:
         if saved is None or saved.is_meta:
@@ -346,9 +346,9 @@ class LSQPlus(LSQ):
         x_CN = self.by_channel(x)
         if self.symmetric:
             reach_C = three_sigmas(x_CN, self._agreement)
-            return None if reach_C is None else Start(living(reach_C / (1 << self.bits - 1)), None, True)
+            return None if reach_C is None else Start(usable(reach_C / (1 << self.bits - 1)), None, True)
         ends = least_error(x_CN, self.quant_max, self._agreement)
-        return None if ends is None else Start(living((ends[1] - ends[0]) / self.quant_max), ends[0], False)
+        return None if ends is None else Start(usable((ends[1] - ends[0]) / self.quant_max), ends[0], False)
 
 
 def _check(bits: int, symmetric: bool | str | None, group: int, axis: int | None, init_batches: int) -> None:

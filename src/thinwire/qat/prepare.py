@@ -12,7 +12,7 @@ from torch import nn
 
 from thinwire.errors import QatError
 from thinwire.qat.agreement import Ranks
-from thinwire.qat.layers import FORMS, KINDS, QuantizedLayer, arguments, check_model, quantize_layer, waiting
+from thinwire.qat.layers import FORMS, KINDS, QuantizedLayer, arguments, check_model, quantize_layer, without_scale
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import BITS, LSQ
 
@@ -75,13 +75,13 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
     Where torch.distributed is initialized, all ranks must call it with equally many batches. It warns of quantizers
     that no batch reached; they start in the first forward that reaches them.
     """
-    left = waiting(model)
+    left = without_scale(model)
     for batch in batches:
         if not left:
             return
         args, kwargs = arguments(batch)
         model(*args, **kwargs)
-        left = waiting(model)
+        left = without_scale(model)
     if left:
         warnings.warn(f"no usable batch came by {', '.join(left)}", stacklevel=2)
 

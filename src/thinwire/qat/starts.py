@@ -54,8 +54,8 @@ def least_error(x_CN: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Te
     return _best(sample_CN, lows_KC, high_C.expand_as(lows_KC), levels, ranks)
 
 
-def living(scale_C: Tensor) -> Tensor:
-    """Scales a grid can have: a channel of zeros gets the mean of the others, and all stay within fp32."""
+def usable(scale_C: Tensor) -> Tensor:
+    """Scales that a grid can have: a channel of zeros gets the mean of the others, and all stay within fp32."""
     alive_C = scale_C > 0
     mean = scale_C.where(alive_C, torch.zeros_like(scale_C)).sum() / alive_C.sum()
     return scale_C.where(alive_C, mean).clamp(_LEAST, _MOST)

@@ -69,30 +69,28 @@ def _within(value: float, least: float, most: float, text: str, what: str) -> fl
 
 
 def duration(seconds: float) -> str:
-    """3.2 us, 350 ms, 1.2 s, 20 min, 3 h."""
-    return _scaled(seconds, {"h": 7200, "min": 120, "s": 1, "ms": 1e-3}, "us", 1e-6, {"h": 3600, "min": 60})
+    """3.2 us, 350 ms, 90 s, 20 min, 3 h."""
+    return _scaled(seconds, {"h": 3600, "min": 60} if seconds >= 120 else {"s": 1, "ms": 1e-3, "us": 1e-6})
 
 
 def nbytes(count: float) -> str:
-    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6}, "kB", 1e3)
+    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
 
 
 def amount(count: float) -> str:
     """7 B, 124 M, 250 k, 52."""
-    return _scaled(count, {"B": 1e9, "M": 1e6, "k": 1e3}, "", 1).strip()
+    return _scaled(count, {"B": 1e9, "M": 1e6, "k": 1e3, "": 1}).strip()
 
 
 def bits(bytes_per_s: float) -> str:
     """A rate in bits: 25 Gbit/s."""
-    return _scaled(8 * bytes_per_s, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6}, "kbit/s", 1e3)
+    return _scaled(8 * bytes_per_s, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3})
 
 
-def _scaled(
-    value: float, least: dict[str, float], unit: str, size: float, sizes: dict[str, float] | None = None
-) -> str:
-    """Three digits of the first unit whose `least` the value reaches, or of the smallest; `sizes`: of other units."""
-    unit = next((name for name, start in least.items() if value >= start), unit)
-    shown = value / {**least, **(sizes or {})}.get(unit, size)
+def _scaled(value: float, units: dict[str, float]) -> str:
+    """Three digits of the first unit that the value reaches, or of the last."""
+    unit, size = next(((name, size) for name, size in units.items() if value >= size), [*units.items()][-1])
+    shown = value / size
     return f"{shown:,.0f} {unit}" if 1000 <= shown < 1e6 else f"{shown:.3g} {unit}"
 
 

@@ -108,13 +108,8 @@ def case_of(setup: RankSetup, verb: str, numel: int, timed: Sequence[TimedCodec]
 def entries(names: Sequence[str], verb: str, world: int) -> list[TimedCodec]:
     """Codecs always compress, a sum by what sends least; "auto" is int8 where it pays, "plain" is exact."""
     algorithm = "compressed" if verb != "all_reduce" else ALGORITHMS[world > 2]
-    found = []
-    for name in names:
-        if name in (AUTO, PLAIN):
-            found.append(TimedCodec(name, codec("int8" if name == AUTO else "none"), name))
-        else:
-            found.append(TimedCodec(str(codec(name)), codec(name), algorithm))
-    return list(dict.fromkeys(found))
+    own = {name: TimedCodec(name, codec(other), name) for name, other in ((AUTO, "int8"), (PLAIN, "none"))}
+    return list(dict.fromkeys(own.get(name) or TimedCodec(str(codec(name)), codec(name), algorithm) for name in names))
 
 
 def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: int) -> float:

@@ -27,6 +27,5 @@ def run(setups: Sequence[RankSetup], sizes: Sequence[int] = SIZES, progress: Pro
 def row_of(parts: Sequence[Sequence[float]], size: int, link: str, backend: str) -> Row:
     """The time of each round is that of its slowest rank."""
     times = [1e3 * max(of_ranks) for of_ranks in zip(*parts, strict=True)]
-    rate = 8e-6 * size / max(median(times), 1e-9)
     where: Row = {"world": len(parts), "link": link, "backend": backend, "nbytes": size}
-    return {**where, **timing.columns(times), "gbit_per_s": rate}
+    return {**where, **timing.columns(times), "gbit_per_s": 8e-6 * size / max(median(times), 1e-9)}

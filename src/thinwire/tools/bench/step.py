@@ -142,6 +142,11 @@ class ShardedReplica(Replica):
                 warnings.simplefilter("ignore")  # narrow weights cost accuracy, which is not measured here
                 self.handle = compress_fsdp(network, scheme.codec, scheme.weights, **how)
 
+    @property
+    def bytes_sent(self) -> int | None:
+        """None also where torch gathers the weights by itself: nobody would know all of them."""
+        return None if self.scheme.weights == "none" else super().bytes_sent
+
     def shared(self) -> list[Tensor]:
         """The whole weights, gathered as for a step."""
         from torch.distributed.fsdp import FSDPModule
@@ -155,13 +160,13 @@ class ShardedReplica(Replica):
         return found
 
 
-def shard(network: nn.Module, blocks: Sequence[nn.Module], *, narrow: bool = False) -> None:
-    """Replace the parameters by this rank's shards; `narrow`: torch computes and sends in bf16."""
+def shard(network: nn.Module, blocks: Sequence[nn.Module], **dtypes: torch.dtype) -> None:
+    """Replace the parameters by this rank's shards, in groups. `dtypes`: as MixedPrecisionPolicy takes them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(next(network.parameters()).device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if narrow else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(**dtypes)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # of the loss
@@ -268,6 +273,7 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
 def _replica(case: StepCase, scheme: StepScheme, network: nn.Module) -> Replica:
     if case.parallel == FSDP2:
-        shard(network, case.model.blocks(network), narrow=scheme.name == BF16)
+        narrow = dict.fromkeys(("param_dtype", "reduce_dtype"), torch.bfloat16) if scheme.name == BF16 else {}
+        shard(network, case.model.blocks(network), **narrow)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     return (ShardedReplica if case.parallel == FSDP2 else Replica)(scheme, network, optimizer)

@@ -133,11 +133,11 @@ def command(
         return
     rates = [f"{units.bits(inter)} between nodes"] if inter else []
     rates += [f"{units.nbytes(intra)}/s inside"] if intra else []
-    screen.say(_conditions(job, cluster, own, judged, rates))
-    for line in judged.lines:
-        screen.say(line, None, "bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
+    console = screen.console()
+    console.print(_conditions(job, cluster, own, judged, rates))
+    screen.print_answers(judged.lines, console)
     if show_all:
-        tables.show_grid(_grid(judged, job), screen.console())
+        tables.show_grid(_grid(judged, job), console)
 
 
 def _described(
@@ -145,7 +145,7 @@ def _described(
 ) -> tuple[Cluster, Machine]:
     """What the flags say of the links, and what the machine is for each rank."""
     if node > ranks or ranks % node:
-        raise typer.BadParameter(f"{ranks} ranks do not make nodes of {node}", param_hint="--gpus-per-node")
+        raise typer.BadParameter(f"expected a divisor of --world {ranks}, got {node}", param_hint="--gpus-per-node")
     for flag, rate, needed in (("--inter", inter, ranks > node), ("--intra", intra, node > 1)):
         if rate is not None and not needed:
             raise typer.BadParameter("no other rank uses that link: leave it out", param_hint=flag)

@@ -74,9 +74,8 @@ def show(record: Record, console: Console) -> None:
     if not record.rows:
         return
     tables.show_grid(_grid(record.rows), console)
-    for line in _verdict(record):
-        screen.say(line, console, "bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
-    screen.say("For your own model, ranks and links: thinwire advise.", console)
+    screen.print_answers(_verdict(record), console)
+    console.print("For your own model, ranks and links: thinwire advise.")
 
 
 def _verdict(record: Record) -> Iterator[str]:

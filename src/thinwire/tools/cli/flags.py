@@ -57,8 +57,8 @@ def counts(given: Sequence[str] | None, flag: str, least: int = 1, most: int | N
     found = pieces(given)
     for word in found:
         if not re.fullmatch(r"[1-9]\d*", word) or int(word) < least or (most is not None and int(word) > most):
-            limits = f"{least} to {most}" if most is not None else f"{least} on"
-            raise typer.BadParameter(f"expected integers from {limits}, got {word!r}", param_hint=flag)
+            limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
+            raise typer.BadParameter(f"expected integers {limits}, got {word!r}", param_hint=flag)
     return list(map(int, found)) or None
 
 

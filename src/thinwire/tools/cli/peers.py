@@ -53,11 +53,11 @@ def examine(place: RankPlace, patience_s: float) -> Found:
     store = meet(place, patience_s)  # kept to the end: others may still use it
     store.set(f"rank/{place.rank}", json.dumps(describe(place)))
     try:
-        ranks = {rank: json.loads(said) for rank, said in _said(store, "rank", range(place.world), patience_s).items()}
+        ranks = {rank: json.loads(said) for rank, said in _read(store, "rank", range(place.world), patience_s).items()}
         problems = [*_absent(ranks, place, patience_s), *disagreements(ranks), *unreachable(ranks)]
         store.set(f"read/{place.rank}", "")
         if place.rank == 0:  # the store may end with this process
-            _said(store, "read", list(ranks), _GRACE_S)
+            _read(store, "read", list(ranks), _GRACE_S)
     except RuntimeError as error:
         silent = f"rank {place.rank} lost rank 0's store ({_line(error)})"
         raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
@@ -91,7 +91,7 @@ def meet(place: RankPlace, patience_s: float) -> Any:
     return c10d.PrefixStore(f"thinwire/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 
 
-def _said(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, bytes]:
+def _read(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, bytes]:
     """What these ranks set in time."""
     with contextlib.suppress(dist.DistStoreError):  # it does not say who is missing
         store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
@@ -110,7 +110,7 @@ def describe(place: RankPlace) -> Description:
     backend = torchrun.BACKENDS[device.type]
     return {
         "host": socket.gethostname(),
-        "interface": way_out(backend),
+        "interface": interface_of(backend),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": backend,
         "world": place.world,
@@ -159,7 +159,7 @@ def exchange(place: RankPlace, patience_s: float) -> list[float]:
         raise ThinwireError(f"rank {place.rank} could not exchange: {_line(error)}; {todo}") from None
 
 
-def way_out(backend: str) -> str:
+def interface_of(backend: str) -> str:
     """The interface this rank's messages leave by, or its address: gloo takes that of the hostname, or loopback."""
     if backend == "nccl":
         return os.environ.get("NCCL_SOCKET_IFNAME", "chosen by NCCL")

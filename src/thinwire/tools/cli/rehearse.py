@@ -65,4 +65,4 @@ def _show(page: str | None, record: Record, console: Console) -> None:
     tables.show(record, console)
     for row in record.rows:
         if row["arm"] != rehearsal.NONE:
-            screen.say(str(row["verdict"]), console)
+            console.print(row["verdict"])

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import Progress
 
-WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
+WIDE = 1 << 16  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
 NO_READER = 141  # and for SIGPIPE
 
@@ -82,10 +82,10 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
-def say(text: str, on: Console | None = None, style: str | None = None) -> None:
-    """Print a sentence: a terminal wraps it at words, a pipe gets it on one line."""
-    shown = on or console()
-    shown.print(text, style=style, soft_wrap=not shown.is_terminal)
+def print_answers(lines: Iterable[str], console: Console) -> None:
+    """Print what the rule advises (tools.advise.verdict), the answers in bold."""
+    for line in lines:
+        console.print(line, style="bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
 
 
 @contextlib.contextmanager

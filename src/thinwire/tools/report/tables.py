@@ -6,7 +6,6 @@ import sys
 
 from rich import box
 from rich.console import Console
-from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -20,24 +19,20 @@ def show(record: Record, console: Console) -> None:
         if place:
             console.print()
         show_grid(laid, console)
-    console.print(conditions(record), style="dim", soft_wrap=not console.is_terminal)
+    console.print(conditions(record), style="dim")
 
 
 def show_grid(laid: TextGrid, console: Console) -> None:
     """Print one table under its title. On a terminal that is too narrow the last columns are left out, and named."""
     what, how = laid.parts
-    console.print(Text.assemble((what, "bold"), how), soft_wrap=not console.is_terminal)
+    console.print(Text.assemble((what, "bold"), how))
     if not laid.rows:
         return
-    whole = _rich(laid, ruled=console.is_terminal)
-    if not console.is_terminal:
-        options = console.options.update(max_width=_width(whole, console))  # every cell on its line
-        console.print(Segments(console.render(whole, options)), soft_wrap=True, end="")
-        return
     kept = len(laid.header)
+    whole = _rich(laid, ruled=console.is_terminal)
     while kept > laid.labels + 1 and _width(whole, console) > console.width:
         kept -= 1
-        whole = _rich(laid.first(kept), ruled=True)
+        whole = _rich(laid.first(kept), ruled=console.is_terminal)
     console.print(whole)
     if left := laid.header[kept:]:
         console.print(f"Left out: {', '.join(left)}. A wider terminal, or a pipe, shows them.", style="dim")
