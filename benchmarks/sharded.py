@@ -18,9 +18,9 @@ from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
 from thinwire.tools.bench import step
 
-_DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
-    MIXED: {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
-    BF16: {"reduce_dtype": torch.bfloat16},
+_DTYPES = {  # of parameters and gradients; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
+    MIXED: (torch.bfloat16, torch.bfloat16),
+    BF16: (None, torch.bfloat16),
 }
 
 
@@ -130,9 +130,8 @@ def replica_of(task: Task, scheme: TrainScheme, network: nn.Module, kind: str, e
     if scheme.weights is None and every is None:
         return Replica(scheme, network, optimizer_for(kind, network.parameters()))
     if scheme.weights is not None:
-        step.shard(
-            network, task.blocks(network), **_DTYPES.get(scheme.name, {})
-        )  # before the optimizer is given the shards
+        # Before the optimizer is given the shards.
+        step.shard(network, task.blocks(network), *_DTYPES.get(scheme.name, ()))
     optimizer = optimizer_for(kind, network.parameters())
     if every is not None:
         return OuterReplica(scheme, network, optimizer, every)
