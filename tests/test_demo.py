@@ -64,10 +64,9 @@ def test_one_seed_and_fp32_alone_give_no_verdict() -> None:
 
 
 def shown_by(found: Record) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    cli.show(found, console)
-    shown: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return shown
+    file = io.StringIO()
+    cli.show(found, Console(file=file, width=200))
+    return file.getvalue()
 
 
 def test_a_link_is_shaped_where_that_works(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:

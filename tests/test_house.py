@@ -131,10 +131,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 LINES = {  # at most
     "kernels": 7157,
     "tools.bench": 1032,
-    "tools.advise": 892,
-    "tools.report": 312,
-    "tools.local": 487,
-    "tools": 4791,
+    "tools.advise": 881,
+    "tools.report": 304,
+    "tools.local": 458,
+    "tools": 4729,
+    "qat": 2387,
 }
 
 
@@ -204,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_814),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_742),
     "tests": (["tests/*.py"], str.splitlines, 31_338),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
