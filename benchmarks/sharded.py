@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from benchmarks.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme, optimizer_for
@@ -16,16 +18,24 @@ from thinwire.collectives import groups
 from thinwire.integrations import compress_fsdp
 from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
-from thinwire.tools.bench import step
 
-_DTYPES = {  # of parameters and gradients; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
-    MIXED: (torch.bfloat16, torch.bfloat16),
-    BF16: (None, torch.bfloat16),
+_DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
+    MIXED: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+    BF16: MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
 }
 
 
+def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Replace the network's parameters by this rank's shards: each block is a group, and what is left is one."""
+    mesh = init_device_mesh(next(network.parameters()).device.type, (dist.get_world_size(),))
+    policy = _DTYPES.get(scheme.name, MixedPrecisionPolicy())
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # the loss's
+
+
 class ShardedReplica(Replica):
-    """A network that `step.shard` cut up, on this rank; it shares nothing with others."""
+    """A network that `shard` cut up, on this rank; it shares nothing with others."""
 
     def __init__(self, scheme: TrainScheme, network: nn.Module, optimizer: Optimizer) -> None:
         self.scheme = scheme
@@ -130,8 +140,7 @@ def replica_of(task: Task, scheme: TrainScheme, network: nn.Module, kind: str, e
     if scheme.weights is None and every is None:
         return Replica(scheme, network, optimizer_for(kind, network.parameters()))
     if scheme.weights is not None:
-        # Before the optimizer is given the shards.
-        step.shard(network, task.blocks(network), *_DTYPES.get(scheme.name, ()))
+        shard(scheme, network, task.blocks(network))  # before the optimizer is given the shards
     optimizer = optimizer_for(kind, network.parameters())
     if every is not None:
         return OuterReplica(scheme, network, optimizer, every)

@@ -160,13 +160,13 @@ class ShardedReplica(Replica):
         return found
 
 
-def shard(network: nn.Module, blocks: Sequence[nn.Module], *dtypes: torch.dtype | None) -> None:
-    """Replace the parameters by this rank's shards, in groups. dtypes: of MixedPrecisionPolicy (param, reduce)."""
+def shard(network: nn.Module, blocks: Sequence[nn.Module], *, narrow: bool = False) -> None:
+    """Replace the parameters by this rank's shards; `narrow`: torch computes and sends in bf16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(next(network.parameters()).device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(*dtypes)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if narrow else MixedPrecisionPolicy()
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # of the loss
@@ -273,7 +273,6 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
 
 def _replica(case: StepCase, scheme: StepScheme, network: nn.Module) -> Replica:
     if case.parallel == FSDP2:
-        narrow = torch.bfloat16 if scheme.name == BF16 else None
-        shard(network, case.model.blocks(network), narrow, narrow)
+        shard(network, case.model.blocks(network), narrow=scheme.name == BF16)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     return (ShardedReplica if case.parallel == FSDP2 else Replica)(scheme, network, optimizer)
