@@ -19,7 +19,7 @@ __all__ = ["decode", "encode"]
 def encode(new: Tensor, base: Tensor) -> Tensor:
     """The difference between two tensors of one shape, dtype (fp32, bf16 or fp16) and device, as a uint8 tensor."""
     _check(new, base)
-    new, base = _flat(new), _flat(base)
+    new, base = kernels.flat(new), kernels.flat(base)
     backend = kernels.select(base.device)
     tables = definition.choose(backend.exact_count(new, base), definition.FORMATS[base.dtype].bits)
     blocks, lengths = backend.exact_encode(tables, new, base)
@@ -37,16 +37,12 @@ def decode(wire: Tensor, base: Tensor) -> Tensor:
             f"a wire is a torch.uint8 tensor of one dimension on {base.device}, where the base is, got {wire.dtype} of "
             f"shape {tuple(wire.shape)} on {wire.device}"
         )
-    flat = _flat(base)
+    flat = kernels.flat(base)
     tables, starts, blocks_at = read_exact_head(wire, base.dtype, base.numel())
     out = torch.empty_like(flat)
     if not kernels.select(base.device).exact_decode(tables, wire[blocks_at:].contiguous(), starts, flat, out):
         raise WireError("a block of a wire of exact differences is damaged, or was encoded against another base")
     return out.view(base.shape)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def _check(new: Tensor, base: Tensor) -> None:

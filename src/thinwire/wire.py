@@ -330,9 +330,8 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
         raise WireError(
             f"the wire has differences of {count} numbers, the base has {numel}: decode with the base of the encoder"
         )
-    tables = ExactTables(
-        top, tuple(head[HEADER_BYTES : HEADER_BYTES + EXACT_CLASSES]), tuple(head[HEADER_BYTES + EXACT_CLASSES :])
-    )
+    values_at = HEADER_BYTES + EXACT_CLASSES
+    tables = ExactTables(top, tuple(head[HEADER_BYTES:values_at]), tuple(head[values_at:]))
     gaps = all(gap == EXACT_DIRECT or gap <= EXACT_MOST_GAP for gap in tables.gaps)
     if top > 0xFF or not gaps or max(tables.values) >= bits:
         raise WireError("the tables of a wire of exact differences are damaged")

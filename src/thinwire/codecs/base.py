@@ -62,7 +62,7 @@ class Codec(ABC):
         _check_wire(recipe.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
-        source = _row(x)
+        source = kernels.flat(x)
         _check_memory(source, wire)
         if x.dtype == torch.float64 and not recipe.keeps_doubles:
             source = source.float()
@@ -188,13 +188,6 @@ def _new_recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
         raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use {other}")
     how = chosen.encoding(dtype)
     return _Recipe(chosen, how, how.format.layout(operator.index(numel)))
-
-
-def _row(x: Tensor) -> Tensor:
-    """x's numbers, flat and contiguous; without a copy where they are already."""
-    if x.is_contiguous() and not x.is_neg():
-        return x if x.dim() == 1 else x.detach().view(-1)
-    return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def _text(value: object) -> str:

@@ -381,9 +381,7 @@ def _published(
     tensors = {}
     tied = []
     seen: dict[object, str] = {}
-    parts = {_part_of(name, value) for name, value in state.items() if hasattr(value, "placements")} or {
-        _Part(0, 1, True)
-    }
+    parts = {_part_of(*item) for item in state.items() if hasattr(item[1], "placements")} or {_Part(0, 1, True)}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
     part = parts.pop()

@@ -96,3 +96,10 @@ def _say_once(device: torch.device) -> None:
         _said.add(device.type)
         served = f"thinwire: {device.type} tensors are served by the plain torch reference, which is slow"
         warnings.warn(f"{served} ({_reasons(device)})", RuntimeWarning, stacklevel=4)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """x's numbers in one contiguous row, as kernels take them; without a copy where they are already."""
+    if x.is_contiguous() and not x.is_neg():
+        return x if x.dim() == 1 else x.detach().view(-1)
+    return x.detach().resolve_neg().contiguous().view(-1)

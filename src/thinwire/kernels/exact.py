@@ -72,13 +72,9 @@ def _counted(x: Tensor) -> Tensor:
 
 def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of all blocks, one after the other, and the length of each."""
-    blocks, lengths = [], []
-    for at in range(0, base.numel(), BLOCK * _CHUNK):
-        bytes_, length_K = _encode_chunk(tables, new[at : at + BLOCK * _CHUNK], base[at : at + BLOCK * _CHUNK])
-        blocks.append(bytes_)
-        lengths.append(length_K)
-    if not blocks:
-        return base.new_empty(0, dtype=torch.uint8), base.new_empty(0, dtype=torch.int64)
+    none = base.new_empty(0, dtype=torch.uint8), base.new_empty(0, dtype=torch.int64)
+    chunks = zip(new.split(BLOCK * _CHUNK), base.split(BLOCK * _CHUNK), strict=True)
+    blocks, lengths = zip(none, *(_encode_chunk(tables, *chunk) for chunk in chunks if len(chunk[0])), strict=True)
     return torch.cat(blocks), torch.cat(lengths)
 
 
@@ -163,12 +159,7 @@ def _value_bits(bits: int) -> tuple[Tensor, Tensor]:
     for v in range(bits):
         direct[0, v] = 1 + v
         for length in range(1, bits + 1):
-            most = (1 << length) - 1
-            some = (
-                range(1 << (length - 1), most + 1)
-                if length < 8
-                else range(1 << (length - 1), most + 1, 1 << (length - 8))
-            )
+            some = range(1 << (length - 1), 1 << length, 1 << max(0, length - 8))
             direct[length, v] = sum(_length(u, v, bits) for u in some) / len(some)
             changed[length, v] = sum(_length(u - 1, v, bits) for u in some) / len(some)
     return direct, changed
