@@ -129,7 +129,7 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 7157,
+    "kernels": 7155,
     "tools.bench": 1032,
     "tools.advise": 881,
     "tools.report": 304,
@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (24, 5745, 66), "integrations": (21, 5701, 53)}
+BUDGETS = {"collectives": (24, 5745, 66), "integrations": (21, 5699, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
