@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -60,9 +61,15 @@ def room_in(parts: Sequence[str]) -> str:
     return two if two in FLOOR else parts[0]
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Every node of a file's syntax."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every thinwire import in a file, wherever it stands; relative ones keep their dots."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +161,7 @@ def test_kernels_take_structures() -> None:
     functions = [
         (path, node)
         for path in sorted((PACKAGE / "kernels" / "triton").glob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef)
     ]
     long = [f"{name_of(path)}: {node.name}" for path, node in functions if len(node.args.args) > 20]
@@ -226,7 +233,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def classes_in(path: Path) -> list[str]:
-    return [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
 
 
 PUBLIC_SPECIAL = {"__init__", "__call__"}
