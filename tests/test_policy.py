@@ -264,6 +264,19 @@ def test_the_reason_names_every_candidate_its_time_and_its_error() -> None:
     assert [part for part in (*parts, "0.15") if part not in why] == []
 
 
+def test_a_race_gives_every_candidate_its_turns() -> None:
+    race, turns, measured = Race(), [], []
+    while not race.over:
+        turns.append(race.candidate)
+        measured.append(race.measures_error)
+        race.ended(1.0 + race.candidate + 100 * race.measures_error, 0.01 * race.candidate)
+    count = len(CANDIDATES)
+    assert turns == [0] * SETTLE_STEPS + list(range(count)) * ROUNDS
+    assert measured == [False] * SETTLE_STEPS + [False] + [True] * (count - 1) + [False] * (ROUNDS - 1) * count
+    assert all(len(times) == ROUNDS - 1 for times in race.times.values()), "a measured step takes longer"
+    assert race.result() == [1, 2, 3, 4, 0, 0.01, 0.02, 0.03, 0, 5, 5, 5]
+
+
 def test_a_race_takes_the_median_and_only_measured_errors() -> None:
     race, step = Race(), 0
     while not race.over:
