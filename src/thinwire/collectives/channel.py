@@ -200,6 +200,7 @@ class Channel:
             if not self._registered or all(link.is_registered for link in self.transports):
                 return False
             self._thread = None
+            self.handshake.close()
             return True
 
     def close(self) -> None:
@@ -208,6 +209,7 @@ class Channel:
         A thread that is idle has ended when this returns. One that still waits for messages has not: the end of the
         process waits for it ([Note: Threads end first]).
         """
+        self.handshake.close()
         with self.lock:
             thread, self._thread = self._thread, None
             self._inbox.put(None)

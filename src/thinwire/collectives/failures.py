@@ -23,7 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -139,7 +139,15 @@ class Failures:
 
 def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     """The answer of a store that may hang; None if it raises or takes longer."""
-    answer = _aside(question, "thinwire-store", daemon=True)
+    answer: Future[Found] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="thinwire-store", daemon=True).start()
     for _ in range(_ASKS):
         with contextlib.suppress(Exception):  # of a store that is gone, or has not answered yet
             return answer.result(seconds / _ASKS)
@@ -148,22 +156,10 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     return None
 
 
-def _aside(run: Callable[[], Found], name: str, *, daemon: bool) -> "Future[Found]":
-    """The result of `run`, in a thread of its own."""
-    found: Future[Found] = Future()
-
-    def work() -> None:
-        try:
-            found.set_result(run())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=daemon).start()
-    return found
-
-
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
+        # One thread compares all first calls: torch never frees what it keeps for each thread that has sent something.
+        self._aside = ThreadPoolExecutor(thread_name_prefix="thinwire-compare")
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
         self._links = [link for link in links if link.world > 1]
         self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
@@ -189,7 +185,7 @@ class Handshake:
         note.start()
         try:
             # While another thread waits inside gloo, signals reach Python.
-            aside = compare if on_stream else _aside(compare, "thinwire-compare", daemon=False).result
+            aside = compare if on_stream else self._aside.submit(compare).result
             alike, described = ours.guard(site, aside)
         finally:
             note.cancel()
@@ -201,6 +197,11 @@ class Handshake:
         if both is not None:
             raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))
+
+    def close(self) -> None:
+        """End the thread, once it has nothing more to do; another comparison starts a new one."""
+        self._aside.shutdown(wait=False)
+        self._aside = ThreadPoolExecutor(thread_name_prefix="thinwire-compare")
 
     def _compared(self, description: str, fingerprint: int, to_all: bool) -> tuple[bool, list[str]]:
         """Whether all ranks have the same fingerprint; if not, or `to_all`, the description of every rank."""
