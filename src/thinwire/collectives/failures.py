@@ -23,7 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -139,21 +139,17 @@ class Failures:
 
 def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
     """The answer of a store that may hang; None if it raises or takes longer."""
-    answer: Future[Found] = Future()
+    answers = []
 
     def ask() -> None:
-        try:
-            answer.set_result(question())
-        except BaseException as error:
-            answer.set_exception(error)
+        with contextlib.suppress(Exception):  # of a store that is gone
+            answers.append(question())
 
-    threading.Thread(target=ask, name="thinwire-store", daemon=True).start()
+    thread = threading.Thread(target=ask, name="thinwire-store", daemon=True)
+    thread.start()
     for _ in range(_ASKS):
-        with contextlib.suppress(Exception):  # of a store that is gone, or has not answered yet
-            return answer.result(seconds / _ASKS)
-        if answer.done():
-            break
-    return None
+        thread.join(seconds / _ASKS)
+    return answers[0] if answers else None
 
 
 class Handshake:
