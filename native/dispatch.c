@@ -153,7 +153,7 @@ TW_EXPORT int64_t tw_exact_encode(const tw_exact *exact, const void *fresh, cons
   for (int64_t i = 0; i < threads; i++) {
     int64_t first = blocks * i / threads, bytes = 0;
     for (int64_t k = first; k < blocks * (i + 1) / threads; k++) bytes += lengths[k];
-    memmove(room + end, room + first * TW_EXACT_BLOCK * (exact->bits / 8), (size_t)bytes);
+    if (bytes) memmove(room + end, room + first * TW_EXACT_BLOCK * (exact->bits / 8), (size_t)bytes);
     end += bytes;
   }
   return end;
