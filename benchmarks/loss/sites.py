@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.loss import arms
-from thinwire.feedback import Memories
-from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.models import ParameterNames
-from thinwire.integrations.stats import Tally
-from thinwire.rehearsal import RehearsedBucket, RehearsedSum
+from thinwire.rehearsal import RehearsedRanks
 
 SITES = 2
 BETA = 0.95  # DiLoCo's: the share of a residual that is kept after a round
@@ -27,11 +24,10 @@ class OuterAverage:
 
     def __init__(self, network: nn.Module, arm: str, sites: int) -> None:
         codec = "none" if arm in (arms.FP32, arms.NULL) else arm
-        self._names = ParameterNames()
-        self._names.take(network)
+        names = ParameterNames()
+        names.take(network)
         options = DDPOptions(codec, optimizer="linear", measure_every=0)
-        self._chooser = Chooser(options, self._names, outer=True)
-        self._memories = [Memories(torch.float32) for _ in range(sites)]
+        self._ranks = RehearsedRanks(options, names, sites, outer=True)
         self._parameters = list(network.parameters())
         self._noise = arms.NOISE if arm == arms.NULL else 0.0
         self.outer = [nn.Parameter(p.detach().clone()) for p in self._parameters]
@@ -42,25 +38,23 @@ class OuterAverage:
     @torch.no_grad()
     def round(self, networks: Sequence[nn.Module]) -> None:
         """Average what the sites learned, step the outer parameters with it, and give them to all sites."""
-        self._chooser.begin(self._rounds, 0.0, {}, None, lambda values, _: list(values))
-        bucket = RehearsedBucket(self._parameters, self._names, self._chooser, "auto", len(networks))
-        total = RehearsedSum(bucket, self._rounds)
+        (total,) = self._ranks.begin_step(self._rounds, [self._parameters])
         flat = torch.cat([p.view(-1) for p in self.outer])
-        for network, memories in zip(networks, self._memories, strict=True):
+        for network, memories in zip(networks, self._ranks.memories, strict=True):
             learned = flat - torch.cat([p.view(-1) for p in network.parameters()])
             lost = [name for name, kind in memories.kinds.items() if kind == "classic"]
             memories.residuals.decay(lost, BETA)
-            total.turn(learned, memories, None, Tally())
+            total.turn(learned)
         average = torch.empty_like(flat)
-        bucket.write(total.mean(), average)
+        total.mean(average)
         if self._noise:
             average *= 1 + self._noise * torch.randn_like(average)
         self._step(average)
         for network in networks:
             torch._foreach_copy_(list(network.parameters()), list(self.outer))
         self._rounds += 1
-        if not bucket.plain:
-            self.bits = 8 * bucket.wire_bytes / bucket.numel
+        if not total.bucket.plain:
+            self.bits = 8 * total.bucket.wire_bytes / total.bucket.numel
 
     def _step(self, average: Tensor) -> None:
         parts = average.split([p.numel() for p in self.outer])

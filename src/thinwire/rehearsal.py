@@ -46,8 +46,8 @@ from thinwire.integrations.choice.options import (
 )
 from thinwire.integrations.ddp import gradients_of
 from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
-from thinwire.integrations.stats import SECONDS, Handle, Stats, StepErrors, Tally
-from thinwire.integrations.sync import NonfiniteGuard, after_backward, sum_bytes
+from thinwire.integrations.stats import Handle, Stats, StepErrors, Tally
+from thinwire.integrations.sync import NonfiniteGuard, after_backward, stats_of, sum_bytes
 
 FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, and of the others
 BUCKET = 25 << 20
@@ -109,27 +109,49 @@ class _SeatScratch(Scratch):
         return self._shelf.new(numel * dtype.itemsize).view(dtype)
 
 
+class RehearsedRanks:
+    """What ranks agree on, what each of them remembers, and what their sums cost."""
+
+    def __init__(self, options: DDPOptions, names: ParameterNames, world: int, *, outer: bool = False) -> None:
+        self.world = world
+        self.chooser = Chooser(options, names, whole=not outer, outer=outer)
+        self.memories = [Memories(options.residual_dtype) for _ in range(world)]
+        self.errors = StepErrors()
+        self.tally = Tally(timed=False)
+        self.names = names
+        self.buckets: list[RehearsedBucket] = []
+        self._algorithm = options.algorithm
+        self._made_of: object = None  # what fixes the buckets
+
+    def begin_step(self, step: int, groups: Sequence[Sequence[nn.Parameter]]) -> "list[RehearsedSum]":
+        """Decide for `step`, and begin a sum for each group of parameters."""
+        errors = self.errors
+        self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
+        fixed = self.chooser.setting, [[id(p) for p in group] for group in groups]
+        if fixed != self._made_of:
+            self._made_of = fixed
+            self.buckets = [RehearsedBucket(group, self, self._algorithm) for group in groups]
+        return [RehearsedSum(bucket, self, step) for bucket in self.buckets]
+
+
 class RehearsedBucket:
     """Parameters whose gradients travel together, under one setting of the chooser."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], names: ParameterNames, chooser: Chooser, asked: str, world: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: RehearsedRanks, asked: str) -> None:
+        world = ranks.world
         self.parameters = parameters
-        self.names, _ = names.of(parameters)
-        self.world = world
+        self.names, _ = ranks.names.of(parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
-        self.sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
-        pairs = zip(self.names, self.sizes, strict=True)
-        found = lanes.lanes_of(self.names, [chooser.spec(name, size) for name, size in pairs])
-        self.lanes = found
-        self.specs = [flat_lane(lane.spec, self.dtype) for lane in found]
+        self._sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
+        pairs = zip(self.names, self._sizes, strict=True)
+        self.lanes = lanes.lanes_of(self.names, [ranks.chooser.spec(name, size) for name, size in pairs])
+        self.specs = [flat_lane(lane.spec, self.dtype) for lane in self.lanes]
         self.plain = world == 1 or all(isinstance(spec.codec, Identity) for spec in self.specs)
         self.algorithm = flat_algorithm(asked, [spec.codec for spec in self.specs], world)
         plan = sum_plan("", self.specs, [_Seat(0, world, self.device)], self.algorithm, 1.0 / world)
         self.specs = list(plan.lanes)
         self.num_chunks = max(spec.chunking.num_chunks for spec in self.specs)
-        self.numel = sum(size.numel for size in self.sizes)
+        self.numel = sum(size.numel for size in self._sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
         self.sent_bytes = self.plain_bytes if self.plain else sent_bytes(plan, world)
@@ -141,7 +163,7 @@ class RehearsedBucket:
 
     def numbers(self, buffer: Tensor) -> list[Tensor]:
         """A tensor per lane of one rank's gradients."""
-        views = buffer.split([size.numel for size in self.sizes])
+        views = buffer.split([size.numel for size in self._sizes])
         tensors, _ = lanes.load(self.lanes, views, buffer)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
 
@@ -156,17 +178,28 @@ class RehearsedBucket:
 class RehearsedSum:
     """The sum of one bucket in one step, over ranks that come one after the other."""
 
-    def __init__(self, bucket: RehearsedBucket, step: int) -> None:
+    def __init__(self, bucket: RehearsedBucket, ranks: RehearsedRanks, step: int) -> None:
         self.bucket = bucket
+        self._ranks = ranks
+        self._world = ranks.world
         self._step = step
         self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
-        self._shelves = [_Shelf(bucket.world, bucket.device) for _ in range(bucket.num_chunks)]
+        self._shelves = [_Shelf(ranks.world, bucket.device) for _ in range(bucket.num_chunks)]
         self._seats: list[_Seat] = []
         self._stages: list[list[Stages]] = []  # by rank and chunk
+        self._weighed = [] if bucket.plain else ranks.chooser.weighed(bucket.names)
+        parameters = [bucket.parameters[i] for i in self._weighed]
+        self._roots = ranks.chooser.moments.roots(parameters) if parameters else []
 
-    def turn(self, buffer: Tensor, memories: Memories, errors: StepErrors | None, tally: Tally) -> None:
-        """The next rank encodes its gradients."""
-        bucket = self.bucket
+    def _weighed_of(self, buffer: Tensor) -> list[Tensor]:
+        gradients = gradients_of(self.bucket.parameters, buffer)
+        return [gradients[i] for i in self._weighed]
+
+    def turn(self, buffer: Tensor) -> None:
+        """The next rank encodes its gradients, which are used up."""
+        bucket, ranks = self.bucket, self._ranks
+        if self._weighed:
+            torch._foreach_div_(self._weighed_of(buffer), self._roots)
         tensors = bucket.numbers(buffer)
         if bucket.plain:
             torch._foreach_add_(self._rows, tensors)
@@ -174,20 +207,20 @@ class RehearsedSum:
         rank = len(self._seats)
         loaded = []
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
-            carry = memories.carry(spec.feedback, lane.pieces, bucket.world, bucket.device)
-            watch = None if errors is None else errors.watch(lane.pieces, bucket.device).lost
-            on_finite = tally.checked if rank == 0 else None  # all ranks see the same
+            carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
+            watch = ranks.errors.watch(lane.pieces, bucket.device).lost if ranks.chooser.measuring else None
+            on_finite = ranks.tally.checked if rank == 0 else None  # all ranks see the same
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
                 self._rows[at] = x  # the sum takes its place
-        self._seats.append(_Seat(rank, bucket.world, bucket.device))
+        self._seats.append(_Seat(rank, self._world, bucket.device))
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
 
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
         scratch = _SeatScratch(self._shelves[index], rank)
         chunks = lane_chunks(loaded, index, self._step, scratch)
         reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
-        stages = reducer.stages(chunks, 1.0 / self.bucket.world, (0, 1), scratch)
+        stages = reducer.stages(chunks, 1.0 / self._world, (0, 1), scratch)
         next(stages)
         for chunk in chunks:
             if not self.bucket.keeps(chunk.key.lane):
@@ -203,19 +236,27 @@ class RehearsedSum:
         chunk.x = chunk.source = kept
         chunk.lane = replace(chunk.lane, flat=Flat([kept]))
 
-    def mean(self) -> Sequence[Tensor]:
-        """The mean of every lane, once all ranks had their turns."""
+    def mean(self, buffer: Tensor) -> None:
+        """buffer = the mean, once all ranks had their turns."""
         bucket = self.bucket
         if bucket.plain:
-            torch._foreach_mul_(self._rows, 1.0 / bucket.world)
-            return self._rows
-        keeping = any(spec.feedback for spec in bucket.specs)
+            torch._foreach_mul_(self._rows, 1.0 / self._world)
+        else:
+            self._finish()
+        bucket.write(self._rows, buffer)
+        if self._weighed:
+            torch._foreach_mul_(self._weighed_of(buffer), self._roots)
+        self._ranks.tally.sent(bucket.sent_bytes, bucket.plain_bytes)
+
+    def _finish(self) -> None:
+        """Run the ranks' stages to their end: all with feedback, which each has to update, else the first rank's."""
+        bucket = self.bucket
+        readers = range(self._world) if any(spec.feedback for spec in bucket.specs) else range(1)
         for index in range(bucket.num_chunks):
             if bucket.algorithm == "two_phase":
-                self._hand_out(index, range(bucket.world) if keeping else (0,))
-            for rank in range(bucket.world) if keeping else (0,):
+                self._hand_out(index, readers)
+            for rank in readers:
                 next(self._stages[rank][index], None)
-        return self._rows
 
     def _hand_out(self, index: int, readers: Sequence[int]) -> None:
         """Every rank sums its shard; those who read get the wires of all sums."""
@@ -254,12 +295,8 @@ class Rehearsal(Handle):
         check_stepped(model, options.optimizer)
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
-        self._options = options
-        self._chooser = Chooser(options, self._names, whole=True)
-        self._memories = [Memories(options.residual_dtype) for _ in range(world)]
+        self._ranks = RehearsedRanks(options, self._names, world)
         self._guards = [NonfiniteGuard() for _ in range(world)] if options.on_nonfinite == "raise" else []
-        self._errors = StepErrors()
-        self._tally = Tally()
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._most = world * accumulate  # micro-batches of a step
@@ -268,10 +305,7 @@ class Rehearsal(Handle):
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
         self._order: list[nn.Parameter] = []  # in which gradients arrive
-        self._buckets: list[RehearsedBucket] = []
-        self._setting: object = None  # that the buckets were made with
         self._sums: list[RehearsedSum] = []
-        self._roots: list[tuple[list[int], list[Tensor]]] = []  # of every bucket: what is weighed, and by what
         self._finite: list[Tensor] = []  # whether the means of every bucket are
         self._met: set[int] = set()  # parameters that had a gradient in this step
         hooks = [p.register_hook(self._before(p)) for p in self._parameters]
@@ -349,8 +383,8 @@ class Rehearsal(Handle):
             self._begin_step()
         self._met |= {id(p) for p, grad in zip(self._parameters, gradients, strict=True) if grad is not None}
         found = {id(p): grad for p, grad in zip(self._parameters, gradients, strict=True)}
-        for total, (weighed, roots) in zip(self._sums, self._roots, strict=True):
-            self._send(total, rank, [found[id(p)] for p in total.bucket.parameters], weighed, roots)
+        for total in self._sums:
+            self._send(total, rank, [found[id(p)] for p in total.bucket.parameters])
         if self._micro == self._most:
             self._end_step()
 
@@ -368,29 +402,10 @@ class Rehearsal(Handle):
     def _begin_step(self) -> None:
         self._stepped = False
         self._met.clear()
-        errors = self._errors
-        self._chooser.begin(self.steps, 0.0, errors.by_name(), errors.end_step(), lambda values, op: list(values))
-        if self._setting != (self.steps > 0, self._chooser.setting):
-            self._setting = (self.steps > 0, self._chooser.setting)
-            asked = self._options.algorithm
-            groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
-            self._buckets = [RehearsedBucket(group, self._names, self._chooser, asked, self.world) for group in groups]
-        self._sums = [RehearsedSum(bucket, self.steps) for bucket in self._buckets]
-        self._roots = []
-        for bucket in self._buckets:
-            able = not bucket.plain and bucket.dtype in (torch.float32, torch.bfloat16)
-            weighed = self._chooser.weighed(bucket.names) if able else []
-            parameters = [bucket.parameters[i] for i in weighed]
-            self._roots.append((weighed, self._chooser.moments.roots(parameters) if weighed else []))
+        groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+        self._sums = self._ranks.begin_step(self.steps, groups)
 
-    def _send(
-        self,
-        total: RehearsedSum,
-        rank: int,
-        gradients: Sequence[Tensor | None],
-        weighed: list[int],
-        roots: list[Tensor],
-    ) -> None:
+    def _send(self, total: RehearsedSum, rank: int, gradients: Sequence[Tensor | None]) -> None:
         bucket = total.bucket
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         views = gradients_of(bucket.parameters, buffer)
@@ -399,25 +414,19 @@ class Rehearsal(Handle):
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
         if self._guards:
             self._guards[rank].look(bucket.names, views)
-        if weighed:
-            torch._foreach_div_([views[i] for i in weighed], roots)
-        total.turn(buffer, self._memories[rank], self._errors if self._chooser.measuring else None, self._tally)
+        total.turn(buffer)
 
     def _end_step(self) -> None:
         self._finite = []
-        for total, (weighed, roots) in zip(self._sums, self._roots, strict=True):
+        for total in self._sums:
             bucket = total.bucket
             buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            bucket.write(total.mean(), buffer)
-            views = gradients_of(bucket.parameters, buffer)
-            if weighed:
-                torch._foreach_mul_([views[i] for i in weighed], roots)
+            total.mean(buffer)
             if self._noise:
                 drawn = torch.randn(bucket.numel, generator=self._generator)  # the script's own numbers stay the same
                 buffer *= 1 + self._noise * drawn.to(buffer)
-            for parameter, view in zip(bucket.parameters, views, strict=True):
+            for parameter, view in zip(bucket.parameters, gradients_of(bucket.parameters, buffer), strict=True):
                 parameter.grad = view if id(parameter) in self._met else None
-            self._tally.sent(bucket.sent_bytes, bucket.plain_bytes)
             self._finite.append(buffer.isfinite().all())
         self._sums = []
         self.steps += 1
@@ -432,27 +441,15 @@ class Rehearsal(Handle):
 
     def stats(self) -> Stats:
         """What compression has done: the bytes of one rank, errors of all."""
-        coded = [bucket for bucket in self._buckets if not bucket.plain]
-        numel = sum(bucket.numel for bucket in coded)
-        return Stats(
-            steps=self.steps,
-            codec=str(self._chooser.policy.schedule),
-            feedback=self._chooser.feedback_in_use(spec.feedback for bucket in self._buckets for spec in bucket.specs),
-            chosen=self._chooser.why,
-            bytes_sent=self._tally.bytes_sent,
-            bytes_plain=self._tally.bytes_plain,
-            bits_per_element=8 * sum(bucket.wire_bytes for bucket in coded) / numel if numel else None,
-            relative_error=self._errors.relative,
-            nonfinite=self._tally.all_nonfinite,
-            **dict.fromkeys(SECONDS),  # type: ignore[arg-type]
-            residual_bytes=sum(m.residuals.nbytes + m.means.nbytes for m in self._memories),
-            scratch_bytes=0,
-        )
+        ranks = self._ranks
+        used = [spec.feedback for bucket in ranks.buckets for spec in bucket.specs]
+        coded = [(bucket.numel, bucket.wire_bytes) for bucket in ranks.buckets if not bucket.plain]
+        return stats_of(self.steps, ranks.chooser, ranks.tally, ranks.errors, ranks.memories, used, coded)
 
     def close(self) -> None:
         """Leave gradients alone from now on."""
         self.closed = True
-        self._chooser.moments.stop()
+        self._ranks.chooser.moments.stop()
         for hook in self._hooks:
             hook.remove()
 

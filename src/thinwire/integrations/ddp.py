@@ -35,7 +35,6 @@ from thinwire.integrations.stats import Handle, Stats
 from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
 
-_WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
 Future = torch.futures.Future
 _Undo = Callable[["Future[Tensor]"], Tensor]
 _NO_BUCKETS = (
@@ -145,7 +144,7 @@ class DDPState(Handle):
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
         """Bring gradients into Adam's units, see [Note: Moments]. Returns what brings the means back, if any are."""
-        weighed = self._chooser.weighed(names) if buffer.dtype in _WEIGHED else []
+        weighed = self._chooser.weighed(names)
         if not weighed:
             return None
         gradients = gradients_of(parameters, buffer)

@@ -215,25 +215,40 @@ class GradientSync:
 
     def stats(self, step: int) -> Stats:
         """What compression has done in `step` steps on this rank."""
-        tally = self.tally
-        buckets = list(self._buckets.values())
-        coded = [bucket for bucket in buckets if bucket.message is not None]
-        numel = sum(bucket.numel for bucket in coded)
-        channels = {bucket.message.channel for bucket in coded}
-        return Stats(
-            steps=step,
-            codec=str(self.chooser.policy.schedule),
-            feedback=self.chooser.feedback_in_use(lane.spec.feedback for bucket in buckets for lane in bucket.lanes),
-            chosen=self.chooser.why,
-            bytes_sent=tally.bytes_sent,
-            bytes_plain=tally.bytes_plain,
-            bits_per_element=8 * sum(bucket.message.wire_bytes for bucket in coded) / numel if numel else None,
-            relative_error=self.errors.relative,
-            nonfinite=tally.all_nonfinite,
-            **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
-            residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
-            scratch_bytes=sum(channel.scratch_bytes for channel in channels),
-        )
+        buckets = self._buckets.values()
+        messages = [(bucket.numel, bucket.message) for bucket in buckets if bucket.message is not None]
+        used = [lane.spec.feedback for bucket in buckets for lane in bucket.lanes]
+        coded = [(numel, message.wire_bytes) for numel, message in messages]
+        scratch = sum(channel.scratch_bytes for channel in {message.channel for _, message in messages})
+        return stats_of(step, self.chooser, self.tally, self.errors, [self.memories], used, coded, scratch)
+
+
+def stats_of(
+    steps: int,
+    chooser: Chooser,
+    tally: Tally,
+    errors: StepErrors,
+    memories: Iterable[feedback.Memories],
+    used: Iterable[str],
+    coded: Sequence[tuple[int, int]],
+    scratch_bytes: int = 0,
+) -> Stats:
+    """`used`: the feedback of every lane; `coded`: the elements and bytes of every message that is compressed."""
+    numel = sum(count for count, _ in coded)
+    return Stats(
+        steps=steps,
+        codec=str(chooser.policy.schedule),
+        feedback=chooser.feedback_in_use(used),
+        chosen=chooser.why,
+        bytes_sent=tally.bytes_sent,
+        bytes_plain=tally.bytes_plain,
+        bits_per_element=8 * sum(nbytes for _, nbytes in coded) / numel if numel else None,
+        relative_error=errors.relative,
+        nonfinite=tally.all_nonfinite,
+        **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
+        residual_bytes=sum(held.residuals.nbytes + held.means.nbytes for held in memories),
+        scratch_bytes=scratch_bytes,
+    )
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, registry
@@ -26,6 +27,7 @@ from thinwire.integrations.choice.options import FAMILIES, Auto, DDPOptions, lea
 from thinwire.integrations.models import Names, ParameterNames, ParameterSize
 
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimizer that is not known yet
+_WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
@@ -107,7 +109,7 @@ class Policy:
 
         Not with feedback: what it remembers would be multiplied by the growth of the moments, which grow by it in turn.
         """
-        if not self.weighs(agreed) or name not in (agreed.shared or ()):
+        if not self.weighs(agreed) or name not in (agreed.shared or ()) or size.dtype not in _WEIGHED:
             return False
         chosen, feedback = self.travels(step, agreed, name, size)
         return bits_of(chosen) < 16 and not feedback
