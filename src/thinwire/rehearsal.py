@@ -54,6 +54,9 @@ BUCKET = 25 << 20
 ENVIRONMENT = "THINWIRE_REHEARSAL"  # what `thinwire rehearse` tells a script: codec, world, noise, where losses go
 
 
+_Shelf = dict[int, Tensor]  # the wires of one chunk, shared by all ranks: for every shard, or the whole, a row per rank
+
+
 class _Seat(Transport):
     """A rank's end of messages that need not move."""
 
@@ -72,41 +75,33 @@ class _Seat(Transport):
         return []
 
 
-class _Shelf:
-    """The wires of one chunk: for every shard, or for the whole, a row per rank."""
-
-    def __init__(self, world: int, device: torch.device) -> None:
-        self._world = world
-        self._device = device
-        self._rows: dict[int, Tensor] = {}
-
-    def rows(self, shard: int, nbytes: int) -> Tensor:
-        if shard not in self._rows:
-            self._rows[shard] = self.new(self._world * nbytes).view(self._world, nbytes)
-        return self._rows[shard]
-
-    def new(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-
 class _SeatScratch(Scratch):
     """A rank's part of a shelf. A sum in two phases takes a wire per shard, then its own rows; one shot takes rows."""
 
-    def __init__(self, shelf: _Shelf, rank: int) -> None:
+    def __init__(self, shelf: _Shelf, seat: _Seat) -> None:
         self._shelf = shelf
-        self._rank = rank
+        self._seat = seat
         self._taken = 0
 
     def take(self, nbytes: int) -> Tensor:
         shard = self._taken
         self._taken += 1
-        return self._shelf.new(nbytes) if shard == self._rank else self._shelf.rows(shard, nbytes)[self._rank]
+        seat = self._seat
+        return self._new(nbytes) if shard == seat.rank else self._rows(shard, seat.world, nbytes)[seat.rank]
 
     def matrix(self, world: int, nbytes: int) -> Tensor:
-        return self._shelf.rows(self._rank if self._taken else 0, nbytes)
+        return self._rows(self._seat.rank if self._taken else 0, world, nbytes)
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._shelf.new(numel * dtype.itemsize).view(dtype)
+        return self._new(numel * dtype.itemsize).view(dtype)
+
+    def _rows(self, shard: int, world: int, nbytes: int) -> Tensor:
+        if shard not in self._shelf:
+            self._shelf[shard] = self._new(world * nbytes).view(world, nbytes)
+        return self._shelf[shard]
+
+    def _new(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._seat.device)
 
 
 class RehearsedRanks:
@@ -184,7 +179,7 @@ class RehearsedSum:
         self._world = ranks.world
         self._step = step
         self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
-        self._shelves = [_Shelf(ranks.world, bucket.device) for _ in range(bucket.num_chunks)]
+        self._shelves: list[_Shelf] = [{} for _ in range(bucket.num_chunks)]
         self._seats: list[_Seat] = []
         self._stages: list[list[Stages]] = []  # by rank and chunk
         self._weighed = [] if bucket.plain else ranks.chooser.weighed(bucket.names)
@@ -217,7 +212,7 @@ class RehearsedSum:
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
 
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
-        scratch = _SeatScratch(self._shelves[index], rank)
+        scratch = _SeatScratch(self._shelves[index], self._seats[rank])
         chunks = lane_chunks(loaded, index, self._step, scratch)
         reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
         stages = reducer.stages(chunks, 1.0 / self._world, (0, 1), scratch)

@@ -20,7 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives.groups import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import device_of, spread
-from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
+from thinwire.integrations.choice.options import (
+    BY_MODEL,
+    CodecChoice,
+    CodecLike,
+    DDPKeywords,
+    check_kind,
+    check_options,
+    given,
+)
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.models import describe
@@ -34,8 +42,6 @@ if find_spec("accelerate") is None:
 from accelerate import Accelerator, DDPCommunicationHookType
 
 Handle = DDPState | FSDPState
-_OF_DDP = ("algorithm", "mesh", "weigh")
-_OF_FSDP = ("weights", "replica")
 _PLUGIN = (
     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), which Accelerate uses on GPUs only: on a "
     "CPU it makes a DDP model all the same"
@@ -77,10 +83,10 @@ def compress_prepared(
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         _check_hook(accelerator)
-        _refuse(options, _OF_FSDP, "is in DDP", _PLUGIN)
+        check_kind(options, sharded=False, found="a model in DDP", wanted=_PLUGIN)
         return compress_ddp(model, codec, **options)
     if any(isinstance(module, FSDPModule) for module in modules):
-        _refuse(options, _OF_DDP, "is sharded by FSDP2", "no fsdp_plugin")
+        check_kind(options, sharded=True, found="a model that FSDP2 shards", wanted="no fsdp_plugin")
         return compress_fsdp(model, codec, **options)
     if accelerator.num_processes > 1 or not modules:
         raise CollectiveError(
@@ -88,15 +94,8 @@ def compress_prepared(
             f"(distributed_type={accelerator.distributed_type})"
         )
     _announce_alone(int(os.environ.get("WORLD_SIZE", 1)))
-    of_one = (*_OF_FSDP, *_OF_DDP, "inside")
-    kept = {name: value for name, value in options.items() if name not in of_one}
-    return Alone(None, codec, model=model, **kept)
-
-
-def _refuse(options: Mapping[str, Any], names: Sequence[str], found: str, wanted: str) -> None:
-    given = " and ".join(f"{name}=" for name in names if name in options)
-    if given:
-        raise CollectiveError(f"this model {found}, where {given} has no meaning: leave it out, or use {wanted}")
+    rest = {name: value for name, value in options.items() if name not in BY_MODEL}
+    return Alone(None, codec, model=model, **rest)
 
 
 def _check_hook(accelerator: Accelerator) -> None:

@@ -24,6 +24,7 @@ from thinwire.integrations.choice.options import (
     CodecLike,
     SharedKeywords,
     Weigh,
+    check_kind,
     check_options,
     given,
 )
@@ -85,14 +86,13 @@ class Compress(Callback):
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
-        check_options(codec, {**options, **given(weights=weights)})
+        of_kind = given(weights=weights, replica=replica, weigh=weigh, algorithm=algorithm, mesh=mesh)
+        self._options = {**options, **of_kind}
+        check_options(codec, self._options)
         if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
             raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
         self.handle: Handle | None = None
         self._codec = codec
-        self._options = options
-        self._of_ddp = given(weigh=weigh, algorithm=algorithm, mesh=mesh)
-        self._of_fsdp = given(weights=weights, replica=replica)
         self._fitting = False
         self._failed = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint that was loaded before the model was wrapped
@@ -135,12 +135,13 @@ class Compress(Callback):
         known = {"optimizer": optimizers} if optimizers and all(isinstance(o, Optimizer) for o in optimizers) else {}
         options: Any = {**known, **self._options}
         if isinstance(model, DistributedDataParallel):
-            _check_options(self._of_fsdp, strategy, _FSDP2)
-            nodes = {"mesh": _nodes(trainer)} if self._of_ddp.get("mesh") == "nodes" else {}
-            return compress_ddp(model, self._codec, **{**options, **self._of_ddp, **nodes})
+            check_kind(options, sharded=False, found=strategy, wanted=_FSDP2)
+            if options.get("mesh") == "nodes":
+                options["mesh"] = _nodes(trainer)
+            return compress_ddp(model, self._codec, **options)
         if isinstance(model, nn.Module) and groups_of(model):
-            _check_options(self._of_ddp, strategy, "strategy='ddp'")
-            return compress_fsdp(model, self._codec, **{**options, **self._of_fsdp})
+            check_kind(options, sharded=True, found=strategy, wanted="strategy='ddp'")
+            return compress_fsdp(model, self._codec, **options)
         if trainer.world_size == 1:
             announce_once(f"{strategy} has only one rank: there is nothing to compress")
             return None
@@ -187,12 +188,6 @@ class Compress(Callback):
             self._saved = state_dict
         else:
             self.handle.load_state_dict(state_dict)
-
-
-def _check_options(others: Mapping[str, Any], found: str, wanted: str) -> None:
-    if others:
-        named = " and ".join(f"{name}=" for name in others)
-        raise CollectiveError(f"Compress: {named} requires {wanted}; got {found}: leave {named} out")
 
 
 def _check_hook(trainer: "Trainer") -> None:

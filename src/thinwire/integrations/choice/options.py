@@ -27,6 +27,7 @@ CodecLike = str | Codec
 EXACT: Final = "exact"  # weights of FSDP2 as exact differences
 Weights = Codec | Literal["exact"]
 CodecChoice = CodecLike | Mapping[int, CodecLike]
+BY_MODEL = ("inside", "weights", "replica", "mesh")  # options that depend on how a model is wrapped
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
 OnNonfinite = Literal["propagate", "raise"]
@@ -331,10 +332,16 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
     for name, read in (("inside", registry.codec), ("weights", codec_of_weights)):
         if name in options:
             read(options[name])
-    by_model = ("inside", "weights", "replica", "mesh")
-    rest = {name: value for name, value in options.items() if name not in by_model}
+    rest = {name: value for name, value in options.items() if name not in BY_MODEL}
     check_known("compress_ddp", DDPKeywords, rest)
     DDPOptions(codec, **rest)
+
+
+def check_kind(options: Mapping[str, Any], *, sharded: bool, found: str, wanted: str) -> None:
+    """Raise if options of compress_ddp alone were passed for an FSDP2 model, or the other way round."""
+    others = ("weigh", "algorithm", "mesh") if sharded else ("weights", "replica")
+    if named := " and ".join(f"{name}=" for name in others if name in options):
+        raise CollectiveError(f"{named} requires {wanted}; got {found}: leave {named} out")
 
 
 def codec_of_weights(weights: CodecLike) -> Weights:
