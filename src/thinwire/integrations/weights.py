@@ -144,10 +144,9 @@ class WeightPublisher:
         A rank of a sharded model writes to `to` with its part's number as a suffix. Ranks of the group that do not
         publish call `WeightSubscriber.receive`.
         """
-        tensors, tied, self._part = _published(_state(self._model), self._names)
-        manifest = Manifest(tuple(self._piece(name, *found) for name, found in tensors.items()), tied)
-        values = {name: local for name, (local, _, _) in tensors.items()}
-        new = [_joined([values[p.name] for p in pieces], pieces[0].dtype) for pieces in manifest.segments()]
+        found, tied, self._part = _published(_state(self._model), self._names, self._dtype)
+        manifest = Manifest(tuple(found), tied)
+        new = [_joined([found[piece] for piece in pieces], pieces[0].dtype) for pieces in manifest.segments()]
         is_new = not self.version or manifest != self._manifest
         body = _snapshot_body(manifest, new) if is_new else b"".join(map(_difference, new, self._base))
         message = self._message(_SNAPSHOT if is_new else _UPDATE, self.version + 1, manifest, body)
@@ -179,13 +178,6 @@ class WeightPublisher:
         if is_known and sum(map(len, missing)) <= sum(piece.nbytes for piece in self._manifest.pieces):
             return b"".join(missing)
         return self.snapshot()
-
-    def _piece(self, name: str, local: Tensor, shape: torch.Size, start: tuple[int, ...]) -> WeightBox:
-        is_cast = self._dtype is not None and local.is_floating_point()
-        dtype = self._dtype if is_cast and self._dtype is not None else local.dtype
-        if dtype not in _NAMES:
-            raise CollectiveError(f"{name} is {dtype}, which cannot be published; leave it out with names=")
-        return WeightBox(name, _NAMES[dtype], tuple(shape), start, tuple(local.shape))
 
     def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
         part, base = self._part, version - (kind == _UPDATE)
@@ -372,32 +364,33 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _published(
-    state: dict[str, Tensor], names: set[str] | None
-) -> tuple[dict[str, tuple[Tensor, torch.Size, tuple[int, ...]]], tuple[tuple[str, str], ...], _Part]:
-    """This rank's local tensors with the whole shape and where they start; names of tied tensors; the part."""
+    state: dict[str, Tensor], names: set[str] | None, dtype: torch.dtype | None
+) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
+    """What this rank publishes, floating-point numbers as `dtype`; names of tied tensors; the part."""
     missing = sorted((names or set()) - set(state))
     if missing:
         raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
-    tensors = {}
-    tied = []
-    seen: dict[object, str] = {}
-    parts = {_part_of(*item) for item in state.items() if hasattr(item[1], "placements")} or {_Part(0, 1, True)}
+    parts = {_part_of(name, value) for name, value in state.items() if hasattr(value, "placements")}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
-    part = parts.pop()
+    part = parts.pop() if parts else _Part(0, 1, True)
+    found: dict[WeightBox, Tensor] = {}
+    tied = []
+    seen: dict[object, str] = {}
     for name, value in state.items():
-        if names is not None and name not in names:
-            continue
-        local, start = _local(name, value, part)
-        if local is None:
-            continue
+        if (names is not None and name not in names) or (part.number and not hasattr(value, "placements")):
+            continue  # one part has what all ranks hold
+        local, start = _local(value, part)
         key = local.data_ptr(), local.shape, local.stride(), local.dtype
         if local.numel() and key in seen:
             tied.append((name, seen[key]))
             continue
         seen[key] = name
-        tensors[name] = local, value.shape, start
-    return tensors, tuple(tied), part
+        sent = dtype if dtype is not None and local.is_floating_point() else local.dtype
+        if sent not in _NAMES:
+            raise CollectiveError(f"{name} is {sent}, which cannot be published; leave it out with names=")
+        found[WeightBox(name, _NAMES[sent], tuple(value.shape), start, tuple(local.shape))] = local
+    return found, tuple(tied), part
 
 
 def _part_of(name: str, value: Any) -> _Part:
@@ -409,14 +402,14 @@ def _part_of(name: str, value: Any) -> _Part:
     return _Part(at[sharded[0]], value.device_mesh.size(sharded[0]), all(at[dim] == 0 for dim in others))
 
 
-def _local(name: str, value: Any, part: _Part) -> tuple[Tensor | None, tuple[int, ...]]:
-    start = [0] * value.dim()
+def _local(value: Any, part: _Part) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's elements, and where they start in the whole tensor."""
     if not hasattr(value, "placements"):
-        return (None if part.number else value.detach()), tuple(start)  # one part has what all ranks hold
+        return value.detach(), (0,) * value.dim()
     dim = next(placement.dim for placement in value.placements if placement.is_shard())
     each = -(-value.shape[dim] // part.parts)
-    start[dim] = min(each * part.number, value.shape[dim])
-    return value.detach().to_local(), tuple(start)
+    first = min(each * part.number, value.shape[dim])
+    return value.detach().to_local(), tuple(first if d == dim else 0 for d in range(value.dim()))
 
 
 def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
