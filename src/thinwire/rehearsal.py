@@ -58,7 +58,7 @@ _Shelf = dict[int, Tensor]  # the wires of one chunk, shared by all ranks: for e
 
 
 class _Seat(Transport):
-    """A rank's end of messages that need not move."""
+    """A rank's transport: all ranks share memory, so nothing has to move."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank = rank
@@ -76,7 +76,7 @@ class _Seat(Transport):
 
 
 class _SeatScratch(Scratch):
-    """A rank's part of a shelf. A sum in two phases takes a wire per shard, then its own rows; one shot takes rows."""
+    """A rank's scratch on a shelf. Two phases take a wire per shard, then the rows of its own; one shot takes rows."""
 
     def __init__(self, shelf: _Shelf, seat: _Seat) -> None:
         self._shelf = shelf

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -175,17 +175,6 @@ def head_of(states: Sequence[Mapping[str, Any]], version: int, step: str, at: st
     return states[0]
 
 
-def ranks_needed(rank: int, world: int, old: int, saved: Collection[int], advice: str) -> list[int]:
-    """The ranks, of `old` ones, whose memories this rank takes over; raises unless all of them were saved."""
-    wanted = list(range(rank, old, world))
-    if not set(wanted) <= set(saved):
-        raise CollectiveError(
-            f"load_state_dict: rank {rank} of {world} needs what ranks {reprlib.repr(wanted)} of {old} saved, got that "
-            f"of {reprlib.repr(sorted(saved))}: {advice}"
-        )
-    return wanted
-
-
 def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
     """Load a saved state, the field of that name, or raise and change nothing."""
     if type(optimizer).__module__.startswith("torch.optim."):  # others judge their states themselves
@@ -200,25 +189,23 @@ def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
 
 def _check_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
     """Raise unless one of torch's optimizers can step from a saved state."""
-    counts = [len(settings["params"]) for settings in optimizer.param_groups]
+    ids = [settings["params"] for settings in optimizer.state_dict()["param_groups"]]
 
     def is_listed(value: Any) -> bool:
-        if not isinstance(value, list) or not all(isinstance(settings, Mapping) for settings in value):
-            return False
-        held: list[Any] = [settings.get("params") for settings in value]
-        return all(isinstance(ids, list) and all(map(is_int, ids)) for ids in held) and [*map(len, held)] == counts
+        is_list = isinstance(value, list) and all(isinstance(settings, Mapping) for settings in value)
+        return is_list and [settings.get("params") for settings in value] == ids
 
     def is_kept(value: Any) -> bool:
         return not isinstance(value, Tensor) or (value.is_floating_point() and is_finite(value))
 
-    listed = field(f"the settings of {counts} parameters", is_listed)
+    listed = field(f"the settings of {[*map(len, ids)]} parameters", is_listed)
     fields({"param_groups": listed, "state": MAPPING})(name, saved)
     found: dict[Any, tuple[Tensor, Mapping[str, Any]]] = {}
     for index, (settings, present) in enumerate(zip(saved["param_groups"], optimizer.param_groups, strict=True)):
         rules = {key: _setting(value) for key, value in present.items() if key in settings}
         fields(rules)(f"{name}.param_groups[{index}]", settings)
-        found |= {key: (one, settings) for key, one in zip(settings["params"], present["params"], strict=True)}
-    number = field(f"one of {sum(counts)} different parameters", lambda key: key in found and len(found) == sum(counts))
+        found |= {key: (one, settings) for key, one in zip(ids[index], present["params"], strict=True)}
+    number = field("the number of a parameter", lambda key: key in found)
     each(number, lambda _: each(TEXT, lambda _: field("finite numbers", is_kept)))(f"{name}.state", saved["state"])
     for key, (parameter, settings) in found.items():
         held = saved["state"].get(key, {})

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.groups import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.checkpoint import device_of, spread
+from thinwire.integrations.checkpoint import broadcast_state, device_of
 from thinwire.integrations.choice.options import (
     BY_MODEL,
     CodecChoice,
@@ -95,7 +95,7 @@ def compress_prepared(
         )
     _announce_alone(int(os.environ.get("WORLD_SIZE", 1)))
     rest = {name: value for name, value in options.items() if name not in BY_MODEL}
-    return Alone(None, codec, model=model, **rest)
+    return SingleProcess(None, codec, model=model, **rest)
 
 
 def _check_hook(accelerator: Accelerator) -> None:
@@ -126,7 +126,7 @@ def _announce_alone(launched: int) -> None:
     )
 
 
-class Alone(DDPState):
+class SingleProcess(DDPState):
     """The handle of a single process: nothing is sent or remembered."""
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
     With `save_on_each_node` the checkpoints of other nodes are empty. So is that of a run of one process: feedback then
     starts from zero.
     """
-    if not isinstance(handle, Alone) and dist.get_world_size() > 1:
+    if not isinstance(handle, SingleProcess) and dist.get_world_size() > 1:
         world = resolve(None)
-        device = device_of(world)
-        (all_have_one,) = over_groups("load_state_dict", (world,), device, [float(bool(state))], dist.ReduceOp.MIN)
+        has_one = float(bool(state))
+        (all_have_one,) = over_groups("load_state_dict", (world,), device_of(world), [has_one], dist.ReduceOp.MIN)
         if not all_have_one:
-            state = spread(dict(state), 0, world, device)
+            state = broadcast_state(state, world)
     if state:
         handle.load_state_dict(state)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import os
+import reprlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice.options import FAMILIES
 from thinwire.integrations.models import Names, ParameterNames
-from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync
+from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync, over_groups
 
 VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
@@ -39,44 +40,24 @@ Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 Loaded = tuple[int, Layout | None, Collection[str] | None]  # the step, and the arguments of `Restorer.restore`
 
 
-def save(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
-    """This rank's state; with `gather` one state of all ranks on the first rank, and an empty one on the others."""
-    rank = group.rank()
-    memories = sync.memories
-    state = _state(sync, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
-    if not gather:
-        return state
-    found, errors = gather_measured(state["ranks"][str(rank)], dict(state["errors"][str(rank)]), group)
-    if not found:
-        return {}
-    ranks = {str(k): part for k, part in enumerate(found)}
-    return {**state, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
-
-
-def blank(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
-    """A state of zeros: what this rank needs of what `world` ranks saved."""
-    wanted: dict[int, ByName] = {k: {} for k in range(group.rank(), world, group.size())}
-    return _state(sync, layout, step, world, wanted, {})
-
-
-def _state(
-    sync: GradientSync, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
-) -> State:
-    """A state of `world` ranks with what these ranks remember."""
+def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int | None = None) -> State:
+    """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
     memories = sync.memories
     remembered = sync.chooser.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
+    wanted = [group.rank()] if world is None else range(group.rank(), world, group.size())
+    residuals, means = (memories.residuals.read(), memories.means.read()) if world is None else ({}, {})
     errors = sorted(sync.errors.by_name().items())
     return {
         "version": VERSION,
         "step": step,
-        "world": world,
+        "world": group.size() if world is None else world,
         "layout": [list(names) for names in layout],
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
         "decisions": sync.chooser.state_dict(),
-        "errors": {str(k): list(errors) for k in ranks},
-        "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
+        "errors": {str(k): list(errors) for k in wanted},
+        "ranks": {str(k): _complete(residuals, remembered, dtype) for k in wanted},
         "mean": _complete(means, meant, torch.float32),
     }
 
@@ -85,6 +66,16 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
     """`values`, with zeros for parameters that remember nothing yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
+
+
+def gather(own: State, group: dist.ProcessGroup) -> State:
+    """One state of all ranks, on the first rank; an empty one on the others."""
+    rank = str(group.rank())
+    found, errors = gather_measured(own["ranks"][rank], dict(own["errors"][rank]), group)
+    if not found:
+        return {}
+    ranks = {str(k): part for k, part in enumerate(found)}
+    return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
 def gather_parts(local: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
@@ -116,17 +107,17 @@ def gather_measured(
     return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
 
 
-def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
-    """The state of the group's rank `source`, on all ranks; others may pass None."""
+def broadcast_state(state: Mapping[str, Any], group: dist.ProcessGroup) -> State:
+    """The state of the group's first rank, on all ranks."""
+    device = device_of(group)
     file = io.BytesIO()
-    if group.rank() == source:
-        torch.save(state, file)
-    nbytes = torch.tensor([file.tell()], device=device)
-    broadcast(nbytes, group=group, group_src=source, algorithm="plain")
+    if group.rank() == 0:
+        torch.save(dict(state), file)
+    (nbytes,) = over_groups("load_state_dict", (group,), device, [float(file.tell())], dist.ReduceOp.MAX)
     saved = torch.empty(int(nbytes), dtype=torch.uint8, device=device)
-    if group.rank() == source:
+    if group.rank() == 0:
         saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
-    broadcast(saved, group=group, group_src=source, algorithm="plain")
+    broadcast(saved, group=group, group_src=0, algorithm="plain")
     found: State = torch.load(io.BytesIO(saved.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
     return found
 
@@ -179,6 +170,31 @@ def errors_of(known: schema.Rule) -> schema.Rule:
     return schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST))
 
 
+def inherited(
+    states: Sequence[Mapping[str, Any]],
+    rank: int,
+    world: int,
+    advice: str,
+    key: Callable[[int], str] = str,
+    check: schema.Rule = lambda *_: None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What a rank takes over of what these states remember (`feedback.deal`), and its errors in a world as large."""
+    old = states[0]["world"]
+    parts = {k: part for state in states for k, part in state["ranks"].items()}
+    wanted = range(rank, old, world)
+    present = [k for k in range(old) if key(k) in parts]
+    if not set(wanted) <= set(present):
+        raise CollectiveError(
+            f"load_state_dict: rank {rank} of {world} needs what ranks {reprlib.repr(list(wanted))} of {old} saved, "
+            f"got that of {reprlib.repr(present)}: {advice}"
+        )
+    for k in wanted:
+        check(f"ranks[{key(k)}]", parts[key(k)])
+    residuals = feedback.deal({k: parts[key(k)] for k in wanted}, old, rank, world)
+    errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
+    return residuals, errors.get(key(rank), {}) if old == world else {}
+
+
 @schema.reading()
 def read(
     states: Sequence[Mapping[str, Any]],
@@ -213,18 +229,13 @@ def read(
     head = schema.head_of(states, VERSION, "step", at)
     for state in states:
         schema.fields(rules)(at, state)
-    parts = {int(k): part for state in states for k, part in state["ranks"].items()}
-    schema.ranks_needed(rank, world, head["world"], parts, advice)
-    same = head["world"] == world
-    layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
-    errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
-    local_errors = errors[str(rank)] if same else {}
-    residuals = feedback.deal(parts, head["world"], rank, world)
+    layout = [tuple(found) for found in head["layout"]] if head["world"] == world and head["layout"] else None
+    residuals, errors = inherited(states, rank, world, advice)
+    remembered_of = {name for state in states for part in state["ranks"].values() for name in part}
 
     def load() -> Loaded:
-        sync.chooser.load_state_dict(head["decisions"], head["step"])
-        sync.go_on(residuals, head["mean"], dict(head["feedback"]), local_errors)
-        loaded = {*local_errors, *(name for part in parts.values() for name in part)}
+        sync.load(head, head["step"], residuals, head["mean"], errors)
+        loaded = {*errors, *remembered_of}
         names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
         filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
         return int(head["step"]), layout, filled if names.from_model else None

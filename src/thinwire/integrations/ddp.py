@@ -30,7 +30,7 @@ from thinwire.integrations.choice.options import (
     check_stepped,
     spelled_out,
 )
-from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
+from thinwire.integrations.models import Names, ParameterNames, find_ddp, live_objects, plain_name
 from thinwire.integrations.stats import Handle, Stats
 from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
@@ -101,16 +101,15 @@ class DDPState(Handle):
             if self.closed:
                 return torch_verbs.average(buffer, group)
             parameters = bucket.parameters()
+            names, shapes = self._names.of(parameters)
+            gradients = gradients_in(buffer, names, shapes)
             if self._guard is not None:
-                local = gradients_in(buffer, *self._names.of(parameters))
-                self._guard.look(local.names, local.views)
+                self._guard.look(gradients.names, gradients.views)
             if group.size() == 1 or not buffer.numel():
                 future = new_future(buffer.device)
                 future.set_result(buffer)
             else:
-                names, shapes = self._names.of(parameters)
                 undo = self._weigh(parameters, names, buffer)
-                gradients = gradients_in(buffer, names, shapes)
                 future = self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
                 future = future if undo is None else future.then(undo)
         finally:
@@ -135,7 +134,7 @@ class DDPState(Handle):
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
             if bool(found.all()):  # all ranks have the same means, and see the same
                 return
-            guard.compare(step, (group,), dist.get_rank(), dist.get_world_size(), True, found.device)
+            guard.compare(step, (group,), True, found.device)
 
         if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
             for buffer, future in means:
@@ -183,20 +182,20 @@ class DDPState(Handle):
             self._check_world()
         if self._chooser.weighs and self.step > 0:
             # In or after a Join, ranks may have taken different numbers of steps.
-            self._chooser.moments.uneven = any(model._join_config.enable for model in self._hooked())
+            self._chooser.moments.uneven = any(model._join_config.enable for model in self._models_hooked())
         self._sync.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
 
-    def _hooked(self) -> list[DistributedDataParallel]:
+    def _models_hooked(self) -> list[DistributedDataParallel]:
         """The models that this state is registered on, by compress_ddp or by hand."""
         if self._models is None:
-            every = living(DistributedDataParallel)
+            every = live_objects(DistributedDataParallel)
             self._models = [weakref.ref(one) for one in every if any(held is self for _, held in one._comm_hooks)]
         return [model for found in self._models if (model := found()) is not None]
 
     def _check_world(self) -> None:
         """Raise if a state of the world is registered on a model with a smaller group: the others would never join."""
-        for model in self._hooked():
+        for model in self._models_hooked():
             ranks = dist.get_process_group_ranks(model.process_group)
             if len(ranks) < dist.get_world_size():
                 raise CollectiveError(
@@ -222,7 +221,7 @@ class DDPState(Handle):
         """Return to plain DDP and drop all residuals. `compress_ddp` may be called again."""
         self.closed = True
         self._chooser.moments.stop()
-        self._sync.go_on({}, {}, {}, {})
+        self._sync.clear()
         self._restorer.restore(None)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -232,7 +231,8 @@ class DDPState(Handle):
             empty one.
         """
         group = groups.resolve(self.process_group)
-        return checkpoint.save(self._sync, self._restorer.layout, self.step, group, gather=gather)
+        own = checkpoint.export(self._sync, self._restorer.layout, self.step, group)
+        return checkpoint.gather(own, group) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for loaders that fill it in place (torch.distributed.checkpoint).
@@ -241,8 +241,7 @@ class DDPState(Handle):
         """
         self._chooser.check_family("compress_ddp")
         group = groups.resolve(self.process_group)
-        old = group.size() if world is None else world
-        return checkpoint.blank(self._sync, self._restorer.layout, self.step, group, old)
+        return checkpoint.export(self._sync, self._restorer.layout, self.step, group, world or group.size())
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
@@ -284,7 +283,7 @@ DDPHandle = DDPState
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """A hook for DDP: ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)."""
-    present = state.state if isinstance(state, _Switch) else state
+    present = state.state if isinstance(state, _HookState) else state
     if not isinstance(present, DDPState):
         raise CollectiveError(
             f"ddp_hook needs a thinwire.DDPState as its state, got {type(state).__name__}: "
@@ -294,19 +293,16 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 @dataclass
-class _Switch:
+class _HookState:
     """The hook state that DDP holds: a hook cannot be removed, but the state behind it can change.
 
-    A copied or unpickled DDP model lists its hooks but does not run them: its switch is empty.
+    A copied or unpickled DDP model lists its hooks but does not run them: its hook state is empty.
     """
 
     state: DDPState | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Switch, (None,)
-
-
-_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakref.WeakKeyDictionary()
+        return _HookState, (None,)
 
 
 @spelled_out
@@ -356,15 +352,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         )
     check_stepped(ddp_model.module, options.get("optimizer"))
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
-    switch = _switches.get(ddp_model)
-    if switch is None:
-        switch = _Switch(state)
-        _check_hooks(ddp_model)
-        ddp_model.register_comm_hook(switch, ddp_hook)
-        _switches[ddp_model] = switch
-    elif switch.state is not None and not switch.state.closed:
-        raise CollectiveError("this model is already compressed: close() the handle that compress_ddp returned first")
-    switch.state = state
+    _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and (hint := _mesh_hint(state)):
         announce_once(hint)
@@ -387,17 +375,23 @@ def _mesh_hint(state: DDPState) -> str:
     )
 
 
-def _check_hooks(ddp_model: DistributedDataParallel) -> None:
-    """Raise if DDP has a communication hook: it takes one, permanently. A copy only lists its original's."""
+def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
+    """Put `state` behind DDP's hook: DDP takes one, permanently. A copy only lists its original's."""
     listed = ddp_model._comm_hooks
-    listed[:] = [(hook, held) for hook, held in listed if not isinstance(held, _Switch) or held.state is not None]
-    hooks = [hook for hook, _ in listed]
-    if hooks:
-        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+    listed[:] = [(hook, held) for hook, held in listed if not isinstance(held, _HookState) or held.state is not None]
+    if not listed:
+        ddp_model.register_comm_hook(_HookState(state), ddp_hook)
+        return
+    hook, present = listed[0]
+    if not isinstance(present, _HookState):
+        name = getattr(hook, "__qualname__", type(hook).__name__)
         raise CollectiveError(
             f"this model already has the communication hook {name}, and DDP takes one: leave out its "
             "register_comm_hook (or the framework's option that calls it), or wrap the model again"
         )
+    if present.state is not None and not present.state.closed:
+        raise CollectiveError("this model is already compressed: close() the handle that compress_ddp returned first")
+    present.state = state
 
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

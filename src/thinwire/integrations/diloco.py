@@ -47,7 +47,6 @@ from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
-
 _open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
 
 
@@ -66,7 +65,7 @@ class _Fragment:
         return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
 
     @property
-    def stopped(self) -> str:
+    def newly_frozen(self) -> str:
         """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
         found = zip(self.names, self.parameters, self.local(), self.outer, strict=True)
         return next((name for name, p, mine, copy in found if not p.requires_grad and _is_unchanged(mine, copy)), "")
@@ -266,17 +265,17 @@ class DiLoCo(Handle):
                     "before you unfreeze layers, and create a new DiLoCo afterwards"
                 )
         self.steps += 1
-        self._apply_due()
+        self._apply(self.steps)
         count = len(self._fragments)
         due = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in due:
-            if name := self._fragments[index].stopped:
+            if name := self._fragments[index].newly_frozen:
                 raise CollectiveError(
                     f"DiLoCo: {name} no longer learns, but the momentum of the outer optimizer would still move "
                     "it: close() before you freeze layers, and create a new DiLoCo afterwards"
                 )
             self._begin(index, self.steps + self.overlap)
-        self._apply_due()
+        self._apply(self.steps)
 
     def _begin(self, index: int, due: int) -> None:
         for earlier in self._in_flight:
@@ -296,16 +295,14 @@ class DiLoCo(Handle):
         self._in_flight.append(_Round(index, due, sent, gradient, future, self._group))
         self._write_logs(self.rounds, self._group.rank())
 
-    def _apply_due(self) -> None:
-        self._settle([one for one in self._in_flight if one.due <= self.steps])
-
-    def _settle(self, rounds: Sequence[_Round]) -> None:
-        for done in rounds:
+    def _apply(self, steps: float = math.inf) -> None:
+        """Apply the rounds that are due after so many steps."""
+        for done in [one for one in self._in_flight if one.due <= steps]:
             self._in_flight.remove(done)
-            self._apply(done)
+            self._apply_one(done)
 
     @torch.no_grad()
-    def _apply(self, done: _Round) -> None:
+    def _apply_one(self, done: _Round) -> None:
         """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
@@ -343,13 +340,13 @@ class DiLoCo(Handle):
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
-        self._settle(list(self._in_flight))
+        self._apply()
         changed = [float(not all(map(_is_unchanged, part.local(), part.outer))) for part in self._fragments]
         learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # otherwise an outer step would follow the momentum alone
                 self._begin(index, self.steps)
-                self._settle(list(self._in_flight))
+                self._apply()
         self._share(_buffers_of(self._model))
 
     def close(self) -> None:
@@ -391,8 +388,8 @@ class DiLoCo(Handle):
             raise CollectiveError("gather=True: rounds are in flight and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded and differ by rank: save one state per rank")
-        compression = checkpoint.save(self._sync, [], self.rounds, self._group, gather=gather)
-        if not compression:
+        compression = checkpoint.export(self._sync, [], self.rounds, self._group)
+        if gather and not (compression := checkpoint.gather(compression, self._group)):
             return {}
         on_cpu = functools.partial(Tensor.to, device="cpu", copy=True)
         return {

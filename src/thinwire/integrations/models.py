@@ -129,7 +129,7 @@ def find_ddp(given: object) -> DistributedDataParallel:
 
 
 def describe(given: object) -> str:
-    """What was passed, and what to do with it."""
+    """What was passed, and what to pass instead, for errors."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, for an error only
 
     name = type(given).__name__
@@ -154,8 +154,8 @@ def _modules(given: object, kind: Any) -> list[Any]:
     return [module for module in given.modules() if isinstance(module, kind)] if isinstance(given, nn.Module) else []
 
 
-def living(kind: type[Kind]) -> list[Kind]:
-    """All objects of a class in this process, where no reference is passed to us."""
+def live_objects(kind: type[Kind]) -> list[Kind]:
+    """All objects of a class in this process: frameworks pass us no reference to some."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run properties
 
 

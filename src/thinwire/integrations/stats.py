@@ -102,12 +102,13 @@ class Tally:
         """A chunk was finite on all ranks, or not. On a GPU the count stays there."""
         self.nonfinite = self.nonfinite + (~fine).long() if isinstance(fine, Tensor) else self.nonfinite + (not fine)
 
-    def sent(self, nbytes: int, plain: int) -> None:
+    def sent(self, nbytes: int, plain: int | None = None) -> None:
+        """`plain`: what would have been sent without compression; None: this was not compressed."""
         self.bytes_sent += nbytes
-        self.bytes_plain += plain
+        self.bytes_plain += nbytes if plain is None else plain
 
     def worked(self, stages: Sequence[tuple[int, float, float]]) -> None:
-        """A bucket is done, whose chunks worked at these times: 0 before a first message, 1 between two, -1 after.
+        """Add up when a bucket's chunks worked: (stage, began, ended), 0 before a message, 1 between two, -1 after.
 
         The wire had the time from the first message to the last, less the work meanwhile.
         """

@@ -24,9 +24,9 @@ from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.lanes import StreamedBucket
 from thinwire.integrations.models import PADDING, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, Stats, StepErrors, Tally
-from thinwire.integrations.streamed import StreamedBucket
 from thinwire.log import announce
 
 Future = torch.futures.Future
@@ -45,7 +45,7 @@ class GradientSet:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of their dtype and device."""
+        """One of the tensors, for their dtype and device."""
         return self.scattered[0] if self.buffer is None else self.buffer
 
     @functools.cached_property
@@ -71,14 +71,14 @@ def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Everything that is the same at every step about one set of gradients."""
+    """How one set of gradients is averaged, at every step alike."""
 
     lanes: Sequence[lanes.BucketLane]
     numel: int
     plain_bytes: int  # that a rank sends of it without compression
     message: Any = None  # None if nothing of it is compressed
     carries: Sequence[Any] = ()  # the feedback of each lane
-    streamed: StreamedBucket | None = None  # on a stream of a GPU: what averages it, unless its errors are measured
+    streamed: StreamedBucket | None = None  # what averages it on a GPU, unless its errors are measured
     columns: Any = None  # of rows: what cuts them into lanes
 
 
@@ -94,7 +94,7 @@ class GradientSync:
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # other groups that have to decide alike: those of other shards
         self.elsewhere: Iterable[str] = ()  # parameters of which they may hold a part and this rank none
-        self._agreed = options.agreed
+        self._options_text = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
@@ -104,14 +104,14 @@ class GradientSync:
         self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
-        """Decide for `step`; all collectives of the last one are done. The group's first rank announces news."""
+        """Choose codecs and feedback for `step`; the last step's collectives are done. The first rank logs news."""
         before = self._began
         self._began = perf_counter()
         if group is not self.group:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
-            issue_call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
+            issue_call(channel_of(group, device), f"gradients(from step {step}, {self._options_text})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
@@ -139,7 +139,7 @@ class GradientSync:
             self._buckets[key] = self._new_bucket(gradients, like, group)
         bucket = self._buckets[key]
         if bucket.message is None:
-            self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
+            self.tally.sent(bucket.plain_bytes)
             return _plainly(gradients, output, group)
         streamed = bucket.streamed
         if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
@@ -169,10 +169,20 @@ class GradientSync:
         averaged: Future[Tensor] = work.get_future().then(finish)
         return averaged
 
-    def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
-        """Replace what is remembered of gradients; on a mesh by nothing, since nothing there has feedback."""
+    def load(
+        self, state: Mapping[str, Any], step: int, residuals: ByName, means: ByName, errors: Mapping[str, float]
+    ) -> None:
+        """Continue at `step` from a saved state, of which this rank remembers these; on a mesh it remembers nothing."""
+        self.chooser.load_state_dict(state["decisions"], step)
         if self._nodes is not None:
             residuals = means = {}
+        self._replace(residuals, means, dict(state["feedback"]), errors)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._replace({}, {}, {}, {})
+
+    def _replace(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         self.memories.load(residuals, means, kinds)
         self.errors.load(errors)
         self._buckets.clear()
@@ -266,7 +276,7 @@ def over_groups(
 
 
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
-    """As DDP does without a hook."""
+    """Average uncompressed, as DDP does without a hook."""
     views = list(gradients.views)
     whole = torch.cat(views) if gradients.buffer is None else gradients.buffer
 
@@ -305,25 +315,24 @@ class NonfiniteGuard:
         self._names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
         self._fine.append(which_are_finite(gradients))
 
-    def compare(
-        self, step: int, groups: Sequence[dist.ProcessGroup], rank: int, world: int, spoiled: bool, device: torch.device
-    ) -> None:
+    def compare(self, step: int, groups: Sequence[dist.ProcessGroup], spoiled: bool, device: torch.device) -> None:
         """Raise on all ranks of these groups if any of them has a gradient that is not finite.
 
         spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
         """
-        code = float(self.code(rank, world, spoiled=spoiled))
+        world = dist.get_world_size()
+        code = float(self.code(dist.get_rank(), world, spoiled=spoiled))
         (least,) = over_groups("on_nonfinite", groups, device, [code], dist.ReduceOp.MIN)
         self.check(int(least), world, step)
 
     def code(self, rank: int, world: int, *, spoiled: bool) -> int:
-        """One number per rank; the least of all ranks says where the first bad gradient is."""
+        """A number per rank; the smallest of all ranks' says where the first bad gradient is."""
         fine = torch.cat(self._fine).tolist()
         first = fine.index(False) if False in fine else len(fine) + (not spoiled)
         return first * world + rank
 
     def check(self, least: int, world: int, step: int) -> None:
-        """Raise if the least code of all ranks says that something is not finite."""
+        """Raise if the smallest code of all ranks says that something is not finite."""
         first, rank = divmod(least, world)
         names = self._names
         self.begin()
@@ -339,7 +348,7 @@ class NonfiniteGuard:
 
 
 def which_are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A truth value for each that has elements; all are of one dtype."""
+    """Whether each tensor is finite, as one tensor of booleans; empty ones are left out, and all have one dtype."""
     real = [torch.view_as_real(part) if part.is_complex() else part for part in tensors if part.numel()]
     if not real:
         return torch.ones(0, dtype=torch.bool, device=tensors[0].device if tensors else None)

@@ -16,7 +16,7 @@ import torch
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
-from thinwire.integrations.models import living
+from thinwire.integrations.models import live_objects
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     raise MissingPackageError(
@@ -25,7 +25,7 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     )
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire.integrations.accelerate import Alone, Handle, compress_prepared, load_shared
+from thinwire.integrations.accelerate import Handle, SingleProcess, compress_prepared, load_shared
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json
@@ -67,7 +67,7 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
             options = {"optimizer": trainer.optimizer, **self._options}
             self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, options)
             self._model = weakref.ref(trainer.model_wrapped)
-        if isinstance(self.handle, Alone):
+        if isinstance(self.handle, SingleProcess):
             return
         if state.global_step:
             load_shared(self.handle, self._read(args, state))
@@ -136,7 +136,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _trainer_of(state: TrainerState) -> Trainer:
     """The Trainer whose state this is. It passes callbacks neither itself nor the wrapped model."""
-    for trainer in living(Trainer):
+    for trainer in live_objects(Trainer):
         if vars(trainer).get("state") is state:
             return trainer
     raise CollectiveError("Compress: expected to be called by a transformers.Trainer, and none has this state")

@@ -26,9 +26,9 @@ from thinwire.integrations.choice.moments import Agree, Moments
 from thinwire.integrations.choice.options import FAMILIES, Auto, DDPOptions, leading
 from thinwire.integrations.models import Names, ParameterNames, ParameterSize
 
-_MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimizer that is not known yet
+_INTERIM = BlockInt(8)  # travels while the feedback depends on an optimizer that is not known yet
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
-_PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
+_MAX_WAIT = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Policy:
         base = self.base(step, agreed)
         chosen = self.rules.codec_of(name, size.shape, size.dtype, (agreed.widths or {}).get(name, base))
         feedback = self._feedback(step, agreed.family, chosen)
-        return (_MEANWHILE, "") if feedback is None else (chosen, feedback)
+        return (_INTERIM, "") if feedback is None else (chosen, feedback)
 
     def _feedback(self, step: int, family: str | None, chosen: Codec) -> str | None:
         if self.feedback != "auto":
@@ -115,7 +115,7 @@ class Policy:
         return bits_of(chosen) < 16 and not feedback
 
     def setting(self, step: int, agreed: Agreed) -> tuple[object, ...]:
-        """Changes when any parameter's codec or feedback does."""
+        """A key that changes when any parameter's codec or feedback changes."""
         widths = tuple((agreed.widths or {}).items())
         return self.base(step, agreed), widths, agreed.family, self.weighs(agreed)
 
@@ -133,7 +133,7 @@ class Policy:
 
 
 class Chooser:
-    """Lets ranks agree, step after step, on what `Policy` decides from."""
+    """Makes ranks agree, at every step, on what `Policy` decides from."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False, outer: bool = False) -> None:
         self.policy = Policy(options, whole=whole, outer=outer)
@@ -184,11 +184,11 @@ class Chooser:
             news = news or found
         if choice != before:  # what was found out under another entry of the schedule does not count
             self.race = None
-            self._agreed(widths=None)
+            self._update(widths=None)
         self.step = step
         chosen = self._run_race(agree) if choice == Auto() else ""
         self.raced = bool(chosen)
-        self._agreed(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
+        self._update(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
         if self._weighed_by != (self.setting, self.agreed.shared):
             self._weighed_by = self.setting, self.agreed.shared
             self._weighed.clear()
@@ -197,11 +197,11 @@ class Chooser:
             self._measured = self.setting
         return chosen or news
 
-    def _agreed(self, **news: Any) -> None:
+    def _update(self, **news: Any) -> None:
         self.agreed = replace(self.agreed, **news)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
-        """Choose every layer's width by the errors of all ranks."""
+        """Choose every parameter's bits by the errors of all ranks."""
         names = sorted(errors)
         summed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
         if not all(math.isfinite(value) for value in summed):
@@ -218,35 +218,35 @@ class Chooser:
                 fixed_bytes += rule.pick(name, size.shape).wire_bytes(size.numel)
                 fixed_numel += size.numel
         widths = auto.deal_bits(layers, fixed_bytes, fixed_numel, bits)
-        self._agreed(widths=widths)
+        self._update(widths=widths)
         self.why = auto.counted(widths)
 
     def _agree_on_family(self, step: int, agree: Agree) -> str:
-        """What any rank saw of the optimizers holds for all, one rule for several; nobody waits forever."""
+        """Agree on the optimizers' family: what any rank saw holds for all. Ranks wait for it `_MAX_WAIT` steps."""
         seen = self.moments.seen
         known = 0 if not seen else 1 + FAMILIES.index(leading(list(seen.values())))
         waiting = any(name not in seen for name in self.sizes)
         local = [float(known), float(waiting), float(self.moments.expected)]
         shared, someone_waits, expects = agree(local, dist.ReduceOp.MAX)
-        if (shared and not someone_waits) or step >= _PATIENCE:
+        if (shared and not someone_waits) or step >= _MAX_WAIT:
             asked = self.agreed.family
             family = asked or (FAMILIES[int(shared) - 1] if shared else "adaptive")
-            self._agreed(family=family, keeps_moments=bool(expects))
+            self._update(family=family, keeps_moments=bool(expects))
             self.moments.stop()
             if not shared and not asked:
                 return f"no optimizer was seen in {step} steps: an adaptive one is assumed, pass optimizer= if not"
         elif self.policy.needs_family(self.agreed) and not self._warned:
             self._warned = True
             return (
-                f"{_MEANWHILE} travels instead of 1 to 3 bits until an optimizer has stepped every parameter, for "
-                f"{_PATIENCE} steps at most: pass optimizer= to begin at once"
+                f"{_INTERIM} travels instead of 1 to 3 bits until an optimizer has stepped every parameter, for "
+                f"{_MAX_WAIT} steps at most: pass optimizer= to begin at once"
             )
         return ""
 
     def _agree_on_moments(self, agree: Agree) -> str:
         self.moments.look(self._names.tensors(), agree)
         given_up = self.moments.settled and not self.moments.shared
-        self._agreed(shared=None if given_up else self.moments.shared)
+        self._update(shared=None if given_up else self.moments.shared)
         return "gradients are not weighed by second moments: not all ranks have the same" if given_up else ""
 
     def _run_race(self, agree: Agree) -> str:
@@ -255,7 +255,7 @@ class Chooser:
         if self.race is None or not self.race.over:
             return ""
         fastest, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._error_budget)
-        self._agreed(fastest=fastest)
+        self._update(fastest=fastest)
         self.race = None
         return f"codec='auto' chose {self.why}"
 
@@ -277,7 +277,7 @@ class Chooser:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """Changes when any parameter's codec or feedback does."""
+        """A key that changes when any parameter's codec or feedback changes."""
         return self.policy.setting(self.step, self.agreed)
 
     @property
@@ -331,10 +331,10 @@ class Chooser:
         family = str(state["optimizer"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
-        self._agreed(candidate=None, fastest=fastest, widths=widths)
+        self._update(candidate=None, fastest=fastest, widths=widths)
         if family:  # an optimizer that this run names, or has seen, takes precedence
             moments = self.agreed.keeps_moments or bool(state.get("moments"))
-            self._agreed(family=self.agreed.family or family, keeps_moments=moments)
+            self._update(family=self.agreed.family or family, keeps_moments=moments)
             self.moments.stop()
         self.race = None
         self.why = str(state["why"])

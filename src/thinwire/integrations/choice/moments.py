@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.integrations.choice.options import family, has_moments, leading
-from thinwire.integrations.models import ParameterNames, living
+from thinwire.integrations.models import ParameterNames, live_objects
 
 _KEYS = ("exp_avg_sq", "square_avg")  # in an optimizer's state
 # Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
@@ -65,7 +65,7 @@ class Moments:
     def _search(self, parameters: Mapping[str, Tensor]) -> None:
         """Find the optimizers of a resumed run before they step: they have their moments already."""
         mine = {id(parameter) for parameter in parameters.values()}
-        for found in living(Optimizer):
+        for found in live_objects(Optimizer):
             if any(id(parameter) in mine for group in found.param_groups for parameter in group["params"]):
                 self.saw(found)
 

@@ -239,17 +239,14 @@ class DDPOptions:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
         if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
-        self._check_optimizers()
+        are_known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
+        if self.optimizer is not None and not (are_known and all(are_known)):
+            kinds = [type(one).__name__ for one in self.optimizers]
+            raise CodecError(f"optimizer must be torch optimizers, 'linear' or 'adaptive', got {kinds}")
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
         if self.algorithm == "two_phase":
             check_recodes([one for one in self.schedule.choices if isinstance(one, Codec)], "algorithm='two_phase'")
-
-    def _check_optimizers(self) -> None:
-        known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
-        if self.optimizer is not None and not (known and all(known)):
-            kinds = [type(one).__name__ for one in self.optimizers]
-            raise CodecError(f"optimizer must be torch optimizers, 'linear' or 'adaptive', got {kinds}")
 
     @property
     def schedule(self) -> Schedule:

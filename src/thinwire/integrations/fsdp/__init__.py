@@ -34,7 +34,7 @@ from thinwire.integrations.choice.options import (
     spelled_out,
 )
 from thinwire.integrations.fsdp import checkpoint
-from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync
+from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync, announce_plain
 from thinwire.integrations.fsdp.torch_internals import (
     GatherComm,
     ParameterGroup,
@@ -47,7 +47,6 @@ from thinwire.integrations.fsdp.torch_internals import (
 from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
-from thinwire.log import announce
 
 _NARROW = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
 
@@ -75,7 +74,6 @@ class FSDPState(Handle):
             self._syncs = {"shards": self._shards}
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gatherers: list[Gatherer] = []
-        self._announced: set[str] = set()
         self._guard = None
         if options.on_nonfinite == "raise":
             self._guard = NonfiniteGuard()
@@ -96,16 +94,12 @@ class FSDPState(Handle):
             group.check(gathers=not isinstance(self.weights, Identity))
         watch_reductions()
         for group in self._groups:
-            gather = None
+            kept = replica if replica is not None else _is_narrow(self.weights) and group.keeps_weights
+            gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
             if not isinstance(self.weights, Identity):
-                kept = replica if replica is not None else _is_narrow(self.weights) and group.keeps_weights
-                gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
                 self._gatherers.append(gatherer)
-                gather = GatherComm(functools.partial(self._gather, gatherer))
-            elif group.gathers_by_default:
-                gather = GatherComm(self._count_gather)
-            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
-            group.install(scatter, gather)
+            gather = GatherComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
+            group.install(ScatterComm(functools.partial(self._expect, group), self._reduce), gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Gradients of a group are reduced next."""
@@ -113,7 +107,7 @@ class FSDPState(Handle):
         self._shards.expect(given)
         self._expected = group.parameters(call.sources)
         if call.dtype not in DTYPES:
-            self._announce(f"gradients of {call.dtype} are not compressed")
+            announce_plain(f"gradients of {call.dtype}")
         if self._guard is not None:
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # in the order of the backward pass
@@ -126,8 +120,7 @@ class FSDPState(Handle):
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))
             elif call.sums_replicas:
                 numel = sum(parameter.numel for parameter in self._expected)
-                plain_bytes = sum_bytes(numel, call.dtype, group.replicas.size())
-                self._sync.tally.sent(plain_bytes, plain_bytes)
+                self._sync.tally.sent(sum_bytes(numel, call.dtype, group.replicas.size()))
 
     def _check_meshes(self) -> None:
         """Raise unless all ranks look at the same parameters."""
@@ -151,15 +144,14 @@ class FSDPState(Handle):
             torch.cuda.synchronize(device)  # FSDP2 reduces on its own streams, and may not have waited for them
         spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
         groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
-        guard.compare(self.step - 1, groups, dist.get_rank(), dist.get_world_size(), spoiled, device)
+        guard.compare(self.step - 1, groups, spoiled, device)
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """The sum over shards; False if torch is to do it."""
         scale = checks.reduction(op).scale(group.size())
         self._shards.begin(group, input.device)
         if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.compresses):
-            plain_bytes = (group.size() - 1) * output.nbytes
-            self._shards.tally.sent(plain_bytes, plain_bytes)
+            self._shards.tally.sent((group.size() - 1) * output.nbytes)
             return False
         return self._shards.scatter(output, input, self._expected, group, scale)
 
@@ -167,23 +159,6 @@ class FSDPState(Handle):
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
         wait_in(group, self._sync.average(_with_padding(parameters, gradients), gradients, group), gradients)
-
-    def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
-        if input.dtype not in DTYPES:
-            self._announce("weights of fp64, of several dtypes or of integers are not compressed")
-        return gatherer.gather(output, input, group)
-
-    def _count_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
-        """Count weights that travel as they are, so that bytes can be compared between codecs of weights."""
-        plain_bytes = (group.size() - 1) * input.nbytes
-        self._sync.tally.sent(plain_bytes, plain_bytes)
-        return False
-
-    def _announce(self, text: str) -> None:
-        if text not in self._announced:
-            self._announced.add(text)
-            if dist.get_rank() == 0:
-                announce(f"compress_fsdp: {text}")
 
     def stats(self) -> Stats:
         """What compression has done on this rank, weights included; `print` shows a table."""
@@ -244,7 +219,7 @@ class FSDPState(Handle):
         self._chooser.moments.stop()
         for group in self._groups:
             group.restore()
-        self._sync.go_on({}, {}, {}, {})
+        self._sync.clear()
         self._gatherers.clear()
 
 

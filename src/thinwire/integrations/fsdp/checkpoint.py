@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire import feedback, schema
+from thinwire import schema
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.fsdp.rows import Gatherer, row_name
@@ -55,15 +55,15 @@ class ShardLayout:
     def read(self, residuals: Parts) -> dict[str, Tensor]:
         """What this rank remembers, by parameter, as in a checkpoint."""
         if self.replicated:
-            return {n: self.parameters[n].shard_of_replica(values.float()) for n, values in residuals.items()}
+            return {n: self.parameters[n].shard(values.float(), of_replica=True) for n, values in residuals.items()}
         found = {}
         for name, parameter in self.parameters.items():
+            keys = {row: row_name(name, row) for row in range(self.world)}
+            held = {row: residuals[key] for row, key in keys.items() if key in residuals}
             rows = torch.zeros(self.world, parameter.numel)
-            held = {row: residuals.get(row_name(name, row)) for row in range(self.world)}
             for row, values in held.items():
-                if values is not None:
-                    rows[row, : values.numel()] = values
-            if any(values is not None for values in held.values()):
+                rows[row, : values.numel()] = values
+            if held:
                 found[name] = parameter.whole(rows)
         return found
 
@@ -72,12 +72,12 @@ class ShardLayout:
         found: dict[str, Tensor] = {}
         for name in sync.chooser.remembered():
             parameter = self.parameters[name]
-            zeros = torch.zeros(parameter.numel)
-            found[name] = parameter.shard_of_replica(zeros) if self.replicated else torch.zeros(parameter.shape)
+            zeros = torch.zeros(parameter.numel if self.replicated else parameter.shape)
+            found[name] = parameter.shard(zeros, of_replica=True) if self.replicated else zeros
         return found
 
     def spread(self, saved: Parts) -> dict[str, Tensor]:
-        """The same, by the names of this world's ledger."""
+        """What was saved, under the names that the ledger of this world uses."""
         found = {}
         for name, values in saved.items():
             parameter = self.parameters[name]
@@ -87,12 +87,6 @@ class ShardLayout:
                 rows = parameter.rows(values.view(parameter.shape), self.world)
                 found |= {row_name(name, row): part[: parameter.held_by(row)] for row, part in enumerate(rows)}
         return found
-
-    def mean(self, name: str, shard: Tensor) -> Tensor:
-        """This rank's part of a mean, with its padding where rows are summed."""
-        parameter = self.parameters[name]
-        part = parameter.part(shard)
-        return part[: parameter.held] if self.replicated else part
 
     def numbers(self, name: str) -> schema.Rule:
         """The rule of a parameter's numbers in a state: this rank's shard of them, or all."""
@@ -203,8 +197,8 @@ def load(
     }
     for saved in states:
         schema.fields(rules if saved is head else remembered)("", saved)
-    parts = {key: part for saved in states for key, part in saved["ranks"].items()}
-    if len(parts) < sum(len(saved["ranks"]) for saved in states):
+    keys = [key for saved in states for key in saved["ranks"]]
+    if len(set(keys)) < len(keys):
         raise CollectiveError(
             "a list of states has a rank twice, or ranks that share a replica, which cannot be told apart in it: pass "
             "this rank's own, or one of state_dict(gather=True)"
@@ -212,26 +206,18 @@ def load(
     mine = next((saved for saved in states if layout.key(layout.rank) in saved["ranks"]), head)
     for name in ("mean", "replica"):  # of which every rank has its shard
         sharded(name, mine[name])
-    old = head["world"]
     whole = "one of state_dict(gather=True)" if layout.replicated else "the states of all ranks as a list"
     advice = f"pass {whole}, or load with torch.distributed.checkpoint into blank_state_dict(world)"
-    present = [k for k in range(old) if layout.key(k) in parts]
-    wanted = schema.ranks_needed(layout.rank, layout.world, old, present, advice)
-    taken = {k: parts[layout.key(k)] for k in wanted}
-    for k, part in taken.items():
-        sharded(f"ranks[{layout.key(k)}]", part)
-    dealt = feedback.deal(taken, old, layout.rank, layout.world)
-    errors = {key: found for saved in states for key, found in saved["errors"].items()}
-    own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
-    own = {name: lost for name, lost in own.items() if name in sync.chooser.sizes}  # not of frozen ones
+    whole_residuals, errors = checkpoint.inherited(states, layout.rank, layout.world, advice, layout.key, sharded)
+    own = {name: lost for name, lost in errors.items() if name in sync.chooser.sizes}  # not of frozen ones
     if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
         own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
-    means = {name: layout.mean(name, shard) for name, shard in mine["mean"].items()}
-    residuals = layout.spread(dealt)
-    kinds, sent = dict(head["feedback"]), dict(head["sent"])
-    steps = dict(head["steps"])
-    sync.chooser.load_state_dict(head["decisions"], steps[step])  # from here on nothing fails
-    sync.go_on(residuals, means, kinds, own)
+    means = {name: layout.parameters[name].part(shard) for name, shard in mine["mean"].items()}
+    if layout.replicated:  # without the padding, which is there where rows are summed
+        means = {name: part[: layout.parameters[name].held] for name, part in means.items()}
+    residuals = layout.spread(whole_residuals)
+    sent, steps = dict(head["sent"]), dict(head["steps"])
+    sync.load(head, steps[step], residuals, means, own)  # from here on nothing fails
     for gatherer in gatherers:
         gatherer.load(mine["replica"], sent.get(gatherer.name, 0))
     return steps

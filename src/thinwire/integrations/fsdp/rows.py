@@ -39,6 +39,7 @@ from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
 from thinwire.integrations.sync import BucketPlan, GradientSync
 from thinwire.kernels.rows import Bad
+from thinwire.log import announce_once
 from thinwire.wire import EXACT_BLOCK
 
 _LENGTH_BYTES = 8
@@ -79,6 +80,21 @@ class Columns:
         for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
             rows.index_copy_(1, index, part)
 
+    def send(
+        self,
+        message: RowMessage,
+        output: Tensor,
+        input: Tensor,
+        step: int,
+        hooks: Sequence[LaneHooks] | None = None,
+        note: Bad | None = None,
+    ) -> None:
+        """RowMessage.run on matrices; `input` is modified."""
+        inputs = self.split(input)
+        outputs = self.blank(output)
+        message.run(outputs, inputs, step, hooks, note)
+        self.join(outputs, output)
+
 
 def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tuple[feedback.Piece, ...]:
     """The elements of a lane's rows, by parameter and row; the rest is padding."""
@@ -108,18 +124,15 @@ class ShardSync(GradientSync):
         super().__init__(options, chooser, timed=timed)
         self.step = 0  # steps that have begun
         self._log = log  # called with the number of steps before, at the beginning of each
-        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
-        self._over = True  # whether the next gradients are the first of a step
-        self._decided = False  # whether `begin_step` was called for this step
+        self._reduced: set[int] | None = None  # parameters whose gradients this step has reduced; None before a step
+        self._decided = 0  # the last step that `begin_step` was called for
         self._note: Tensor | None = None  # on a GPU: which calls of programs were not finite
         self._calls = 0  # of programs
 
     def expect(self, given: set[int], *, now: bool = True) -> None:
         """Gradients of these are reduced next, or later: of a new step, if this one has reduced one of them already."""
-        if self._over or given & self._reduced:
-            self._reduced.clear()
-            self._over = False
-            self._decided = False
+        if self._reduced is None or given & self._reduced:
+            self._reduced = set()
             self.step += 1
             if self._log is not None:
                 self._log(self.step - 1)
@@ -128,14 +141,15 @@ class ShardSync(GradientSync):
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Decide for a step, at its first call."""
-        if not self._decided:
-            self._decided = True
+        if self._decided != self.step:
+            self._decided = self.step
             self.begin_step(group, self.step - 1, device)
 
     def continue_from(self, step: int) -> None:
         """Continue from a checkpoint."""
         self.step = step
-        self._over = True
+        self._decided = 0
+        self._reduced = None
 
     def scatter(
         self,
@@ -152,16 +166,13 @@ class ShardSync(GradientSync):
             self._buckets[key] = self._new_rows(names, parameters, input, group, scale)
         rows = self._buckets[key]
         if rows.message is None:
-            self.tally.sent(rows.plain_bytes, rows.plain_bytes)
+            self.tally.sent(rows.plain_bytes)
             return False
-        inputs = rows.columns.split(input.view(group.size(), -1))
-        result = output.view(1, -1)
-        outputs = rows.columns.blank(result)
-        if rows.message.program is not None and not self.chooser.measuring:
-            rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
-        else:
-            rows.message.run(outputs, inputs, self._step, self._hooks(rows, group.size(), input.device))
-        rows.columns.join(outputs, result)
+        as_program = rows.message.program is not None and not self.chooser.measuring
+        hooks = None if as_program else self._hooks(rows, group.size(), input.device)
+        note = self._next_note(input.device) if as_program else None
+        given, result = input.view(group.size(), -1), output.view(1, -1)
+        rows.columns.send(rows.message, result, given, self._step, hooks, note)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
 
@@ -213,6 +224,12 @@ def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
     return isinstance(codec, Identity) or codec.wire_bytes(_MANY, dtype) >= _MANY * dtype.itemsize
 
 
+def announce_plain(what: str) -> None:
+    """Log, once, what is sent uncompressed."""
+    if dist.get_rank() == 0:
+        announce_once(f"compress_fsdp: {what} are not compressed")
+
+
 class Gatherer:
     """Gathers the weights of one parameter group, rounded, or their differences: see [Note: Differences]."""
 
@@ -235,44 +252,46 @@ class Gatherer:
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, `input` is this rank's; False if torch has to do it."""
         plain_bytes = (group.size() - 1) * input.nbytes
-        if input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
-            self._tally.sent(plain_bytes, plain_bytes)
+        is_coded = not isinstance(self._codec, Identity)
+        if is_coded and input.dtype not in DTYPES:
+            announce_plain("weights of fp64, of several dtypes or of integers")
+        if not is_coded or input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
+            self._tally.sent(plain_bytes)  # so that bytes can be compared between codecs of weights
             return False
         if self._codec == EXACT:
-            self._send_exactly(output, input, group)
-        elif not self.differences:
-            self._send(output, input, group, 0)
+            sent = self._send_exactly(output, input, group)
+        elif self.differences:
+            sent = self._send_differences(output, input, group)
         else:
-            self._send_differences(output, input, group)
+            sent = self._send(output, input, group, 0)
+        self._tally.sent(plain_bytes if sent is None else sent, plain_bytes)
         return True
 
-    def _send_exactly(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    # Each of these returns the bytes that it sent; None: what torch's own gather does.
+
+    def _send_exactly(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> int | None:
         """See [Note: Exact weights]."""
-        plain_bytes = (group.size() - 1) * input.nbytes
         kept = self.copy.tensor
         if kept is None or group.size() == 1:
             gather_exactly(output, input, group)
-            self._tally.sent(plain_bytes, plain_bytes)
             self.copy.tensor = output.detach().clone() if group.size() > 1 else None
-            return
+            return None
         if input.is_cuda:
             own = exchange(input, kept.view(group.size(), -1), group)
             output.copy_(kept)
-            self._tally.sent((group.size() - 1) * (_LENGTH_BYTES + own.nbytes), plain_bytes)
             self._tally.plain_weights += own.nbytes == input.nbytes
-            return
+            return (group.size() - 1) * (_LENGTH_BYTES + own.nbytes)
         text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
         call = issue_call(channel_of(group, input.device), text)
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
         operation = ExactGather(call.context(plan, self.sent), input, kept, self._pieces)
         call.channel.submit(operation, call.site, async_op=False)
         output.copy_(kept)
-        self._tally.sent(operation.sent_bytes, plain_bytes)
         self._tally.plain_weights += operation.plain
         self.sent += 1
+        return operation.sent_bytes
 
-    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-        plain_bytes = (group.size() - 1) * input.nbytes
+    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> int | None:
         self._rank = group.rank()
         if self._loaded is not None:
             self.copy.tensor = torch.empty_like(output)
@@ -280,20 +299,20 @@ class Gatherer:
             self._loaded = None
         if self.copy.tensor is None:
             gather_exactly(output, input, group)
-            self._tally.sent(plain_bytes, plain_bytes)
             self.copy.begin(output)
+            sent = None
         elif self._group.in_backward:
-            self._tally.sent(0, plain_bytes)
             output.copy_(self.copy.tensor)
-            return
+            return 0
         else:
             input.sub_(self.copy.tensor.view(group.size(), -1)[group.rank()])
             if self._padding is None:
                 self._padding = _padding(self._parameters).to(input.device)
             input.index_fill_(0, self._padding, 0)
-            self._send(output, input, group, self.sent)
+            sent = self._send(output, input, group, self.sent)
             self.copy.add_to(output)
         self.sent += 1
+        return sent
 
     @property
     def name(self) -> str:
@@ -318,17 +337,13 @@ class Gatherer:
         self.copy.tensor = None
         self.sent = sent
 
-    def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, step: int) -> None:
+    def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, step: int) -> int:
         key = input.dtype, input.device, group.group_name
         if key not in self._messages:
             self._messages[key] = self._new_message(input, group)
         columns, message = self._messages[key]
-        rows = output.view(group.size(), -1)
-        inputs = columns.split(input.view(1, -1))
-        outputs = columns.blank(rows)
-        message.run(outputs, inputs, step)
-        columns.join(outputs, rows)
-        self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
+        columns.send(message, output.view(group.size(), -1), input.view(1, -1), step)
+        return message.sent_bytes
 
     def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
         specs = []

@@ -91,23 +91,21 @@ class ShardedParameter(NamedTuple):
             rows.copy_(torch.stack([part.reshape(-1) for part in whole.chunk(world, dim)]))
         return rows
 
-    def shard(self, part: Tensor) -> DTensor:
-        """This rank's part as a shard of a tensor that is sharded like the parameter."""
-        found: DTensor = self.source.to_sharded_dtensor(part[: self.held].reshape(self.source.sharded_size).clone())
-        return found
-
-    def shard_of_replica(self, part: Tensor) -> DTensor:
-        """The same, but sharded over this replica only."""
+    def shard(self, part: Tensor, *, of_replica: bool = False) -> DTensor:
+        """This rank's part as a shard of a tensor that is sharded like the parameter, or over this replica only."""
+        local = part[: self.held].reshape(self.source.sharded_size).clone()
+        if not of_replica:
+            found: DTensor = self.source.to_sharded_dtensor(local)
+            return found
         mesh = self.source.mesh_info.mesh
         own = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
-        local = part[: self.held].reshape(self.source.sharded_size).clone()
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
             local, own, [self.source.fsdp_placement], run_check=False, shape=self.shape, stride=stride
         )
 
     def part(self, shard: Tensor) -> Tensor:
-        """This rank's part, padded, of a result of `shard` or `shard_of_replica`, or of a whole plain tensor."""
+        """This rank's part, padded, of a result of `shard`, or of a whole plain tensor."""
         if not isinstance(shard, DTensor):
             mesh = self.source.mesh_info
             return self.rows(shard.view(self.shape), mesh.shard_mesh_size)[mesh.shard_mesh_rank]
