@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks import simulated
 from benchmarks.schemes import CONTROLS
 from thinwire import codecs
 from thinwire.collectives.lane import Key
 from thinwire.feedback import RowCopy
 from thinwire.integrations.choice.options import CodecChoice, DDPOptions
-from thinwire.integrations.models import ParameterNames
-from thinwire.rehearsal import RehearsedRanks
 
 FP32 = "fp32"
 NULL = "null"
@@ -48,10 +47,7 @@ class Mean:
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """See Arm."""
-        mean = rows_WN.mean(0)
-        if self.bits == 16:  # divided and added in bf16
-            mean = functools.reduce(torch.add, (rows_WN / len(rows_WN)).bfloat16()).float()
-        rows_WN[0] = mean
+        rows_WN[0] = simulated.mean_of(rows_WN, bf16=self.bits == 16)
         if self._noise:
             rows_WN[0] *= 1 + self._noise * torch.randn_like(rows_WN[0])
 
@@ -95,26 +91,21 @@ class PowerSGD:
 
 
 class Compressed:
-    """As `compress_ddp` averages with this codec, in one bucket, by ranks that one process plays."""
+    """As `compress_ddp` averages with this codec, on the kernels that it uses."""
 
-    def __init__(self, network: nn.Module, options: DDPOptions, world: int) -> None:
-        names = ParameterNames()
-        names.take(network)
-        self.ranks = RehearsedRanks(options, names, world)
-        self._parameters = list(network.parameters())
+    def __init__(self, averager: simulated.ReplicaAverager) -> None:
+        self._averager = averager
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """See Arm."""
-        (total,) = self.ranks.begin_step(step, [self._parameters])
-        for row in rows_WN:
-            total.turn(row)
-        total.mean(rows_WN[0])
+        self._averager.average(rows_WN, step)
 
     @property
     def bits(self) -> float:
         """On the wire, headers and scales included."""
-        (bucket,) = self.ranks.buckets
-        return 32 * bucket.sent_bytes / bucket.plain_bytes
+        world = self._averager.world
+        numel = sum(size.numel for size in self._averager.sizes.values())
+        return 8 * self._averager.bytes_per_step * world / (2 * (world - 1)) / numel
 
 
 class RoundedWeights:
@@ -179,23 +170,18 @@ PEERS = {
 }
 
 
-def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> Arm:
-    """The arm of that name; any codec string of `compress_ddp` is a name.
+def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> tuple[Arm, simulated.ReplicaAverager]:
+    """The arm of that name, and what lays out gradients; any codec string of `compress_ddp` is a name.
 
     "lloyd2+first100=lloyd4" begins with 100 steps of lloyd4; "lloyd2+letters*=lloyd4" has lloyd4 for the parameters of
     that name pattern. A control ("int2", "sign") compresses every parameter, with no feedback and no units.
     """
-    if name in PEERS:
-        return PEERS[name]()
-    if name.startswith(WEIGHTS):
-        return Mean(32.0)
-    if name.startswith("powersgd"):
-        return PowerSGD(list(network.parameters()), int(name.removeprefix("powersgd")), world)
     control = name in CONTROLS
+    named = name in PEERS or name.startswith(("powersgd", WEIGHTS))
     spelled, *extras = name.split("+")
     pairs = dict(extra.split("=", 1) for extra in extras)
     begun = {int(key.removeprefix("first")): pairs.pop(key) for key in list(pairs) if FIRST.fullmatch(key)}
-    codec: CodecChoice = CONTROLS.get(spelled, spelled)
+    codec: CodecChoice = "none" if named else CONTROLS.get(spelled, spelled)
     for steps, other in begun.items():
         codec = {0: other, steps: spelled}
     options = DDPOptions(
@@ -207,4 +193,11 @@ def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> A
         optimizer=optimizer,
         measure_every=0,
     )
-    return Compressed(network, options, world)
+    averager = simulated.ReplicaAverager(network, options, world)
+    if name in PEERS:
+        return PEERS[name](), averager
+    if name.startswith(WEIGHTS):
+        return Mean(32.0), averager
+    if named:
+        return PowerSGD(averager.parameters, int(name.removeprefix("powersgd")), world), averager
+    return Compressed(averager), averager

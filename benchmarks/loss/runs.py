@@ -31,7 +31,6 @@ DECAY = 0.1
 DILOCO = "diloco"
 OPTIMIZERS = ("adamw", "muon", f"{DILOCO}30", f"{DILOCO}100")
 POINTS = 50  # of a curve
-_LINE = 1024  # elements: rows begin on whole lines of memory, as buckets do
 BETAS = (0.9, 0.95)
 ARMS = "fp32,null,bf16,int8,int4,lloyd4,trellis3,lloyd3,trellis2,lloyd2,auto:2.5,lloyd1,powersgd4,int2,sign"
 
@@ -77,10 +76,8 @@ class Trainer:
             for block in self.network.blocks:
                 block.compile()
         self.optimizer = optimizer_of(run.optimizer, self.network)
-        self.arm = arms.arm_of(run.arm, self.network, self.optimizer, run.world)
-        self._parameters = list(self.network.parameters())
-        numel = sum(p.numel() for p in self._parameters)
-        self._rows_WN = torch.zeros(run.world, -(-numel // _LINE) * _LINE, device=device)[:, :numel]
+        self.arm, self._layout = arms.arm_of(run.arm, self.network, self.optimizer, run.world)
+        self._rows_WN = self._layout.new_rows()
         self._rounded = None
         if run.arm.startswith(arms.WEIGHTS):
             self._rounded = arms.RoundedWeights(self.network, run.arm.removeprefix(arms.WEIGHTS), run.world)
@@ -89,19 +86,15 @@ class Trainer:
         self._starts = starts[:, first : first + run.world].to(device)
         self._start_B = self._starts[0, 0].clone()
         self._row_N = torch.empty(self._rows_WN.shape[1], device=device)
-        self._views = self._views_of(self._row_N)
+        self._views = self._layout.views(self._row_N)
         self._loss = torch.zeros((), device=device)
         self.losses = torch.zeros(self.size.steps, device=device)
         self._differentiate = clock.captured(self._compute) if device.type == "cuda" else self._compute
 
-    def _views_of(self, row_N: Tensor) -> list[Tensor]:
-        parts = row_N.split([p.numel() for p in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
     def _compute(self) -> None:
         with task.autocast(self.device):
             loss = self.network(task.windows(self.text.train, self._start_B, self.size.context))
-        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._parameters)
+        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._layout.parameters)
         torch._foreach_copy_(self._views, list(gradients))
         self._loss.copy_(loss.detach())
 
@@ -117,9 +110,9 @@ class Trainer:
         if self._rounded is not None:
             self._rounded.restore()
         self.arm.average(self._rows_WN, step)
-        for parameter, gradient in zip(self._parameters, self._views_of(self._rows_WN[0]), strict=True):
+        for parameter, gradient in zip(self._layout.parameters, self._layout.views(self._rows_WN[0]), strict=True):
             parameter.grad = gradient
-        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP, foreach=True)
+        torch.nn.utils.clip_grad_norm_(self._layout.parameters, CLIP, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = task.rate_of(self.size, step)
         self.optimizer.step()

@@ -40,17 +40,19 @@ class BucketLane:
     aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket and back
 
 
-def lanes_of(names: Sequence[str], specs: Sequence[LaneSpec], *, whole: bool = False) -> list[BucketLane]:
+def lanes_of(
+    names: Sequence[str], specs: Sequence[LaneSpec], *, whole: bool = False, bridge: float = _BRIDGE
+) -> list[BucketLane]:
     """The lanes of a bucket whose parameters have these `specs`, the largest lane first.
 
-    It bridges much smaller lanes; with `whole` also their parameters at the ends, so that it may be the whole bucket.
+    It bridges lanes that are `bridge` times smaller; with `whole` also their parameters at the ends of the bucket.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         found.setdefault((spec.codec, spec.feedback), []).append(i)
     size = {i: _numel(specs, members) for members in found.values() for i in members}  # of its lane
     main, *rest = sorted(found.values(), key=lambda members: -size[members[0]])
-    aside = {i for i in size if _BRIDGE * size[i] <= size[main[0]] and i not in main}
+    aside = {i for i in size if bridge * size[i] <= size[main[0]] and i not in main}
     bridged = frozenset(i for i in aside if whole or main[0] < i < main[-1])
     lanes = [_lane(names, specs, sorted({*main, *bridged}), bridged, aside=False)]
     return lanes + [_lane(names, specs, members, frozenset(), aside=members[0] in aside) for members in rest]
