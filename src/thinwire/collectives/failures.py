@@ -155,7 +155,8 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         # One thread compares all first calls: torch never frees what it keeps for each thread that has sent something.
-        self._aside = ThreadPoolExecutor(thread_name_prefix="thinwire-compare")
+        self._new_thread = functools.partial(ThreadPoolExecutor, thread_name_prefix=f"thinwire-agree-{failures.names}")
+        self._aside = self._new_thread()
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
         self._links = [link for link in links if link.world > 1]
         self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
@@ -197,7 +198,7 @@ class Handshake:
     def close(self) -> None:
         """End the thread, once it has nothing more to do; another comparison starts a new one."""
         self._aside.shutdown(wait=False)
-        self._aside = ThreadPoolExecutor(thread_name_prefix="thinwire-compare")
+        self._aside = self._new_thread()
 
     def _compared(self, description: str, fingerprint: int, to_all: bool) -> tuple[bool, list[str]]:
         """Whether all ranks have the same fingerprint; if not, or `to_all`, the description of every rank."""
