@@ -407,7 +407,7 @@ LATE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {  # 
     "set": (lambda mine: mine.set_timeout(SOON), lambda mine: dist.all_reduce(torch.ones(100), group=mine)),
     "set, first": (lambda mine: mine.set_timeout(SOON), lambda mine: dist.all_reduce(torch.ones(99), group=mine)),
     "set by torch": (
-        lambda mine: dist.distributed_c10d._set_pg_timeout(SOON, mine),
+        lambda mine: getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(SOON, mine),
         lambda mine: dist.recv(torch.ones(100), 1, group=mine),
     ),
     "of a call": (lambda mine: None, lambda mine: summed(mine, SOON).wait()),

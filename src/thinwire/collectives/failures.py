@@ -155,8 +155,9 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
 class Handshake:
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         # One thread compares all first calls: torch never frees what it keeps for each thread that has sent something.
-        self._new_thread = functools.partial(ThreadPoolExecutor, thread_name_prefix=f"thinwire-agree-{failures.names}")
-        self._aside = self._new_thread()
+        self._name = f"thinwire-agree-{failures.names}"
+        self._aside = ThreadPoolExecutor(thread_name_prefix=self._name)
+        self._comparing = False
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
         self._links = [link for link in links if link.world > 1]
         self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
@@ -182,8 +183,9 @@ class Handshake:
         note.start()
         try:
             # While another thread waits inside gloo, signals reach Python.
-            aside = compare if on_stream else self._aside.submit(compare).result
-            alike, described = ours.guard(site, aside)
+            self._comparing = True
+            alike, described = ours.guard(site, compare if on_stream else self._aside.submit(compare).result)
+            self._comparing = False
         finally:
             note.cancel()
         if alike and lengths is None:
@@ -196,9 +198,9 @@ class Handshake:
         return max(map(sum, sent_R))
 
     def close(self) -> None:
-        """End the thread, once it has nothing more to do; another comparison starts a new one."""
-        self._aside.shutdown(wait=False)
-        self._aside = self._new_thread()
+        """End the thread; unless it waits for others, it has ended when this returns. A later call starts a new one."""
+        aside, self._aside = self._aside, ThreadPoolExecutor(thread_name_prefix=self._name)
+        aside.shutdown(wait=not self._comparing and not threading.current_thread().name.startswith(self._name))
 
     def _compared(self, description: str, fingerprint: int, to_all: bool) -> tuple[bool, list[str]]:
         """Whether all ranks have the same fingerprint; if not, or `to_all`, the description of every rank."""
