@@ -164,6 +164,10 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest
     assert plain < policy < first  # of three steps none was in lloyd2 at last
     assert 2 < plain < 3
     assert 6 < first < 9
+    train("lloyd2;lloyd2+feedback=classic", "--seeds", "1", "--optimizer", "muon")
+    train("lloyd2+feedback=none", "--seeds", "1", "--optimizer", "muon")
+    default, classic, alone = (one["val_loss"] for one in runs.read(out)[-3:])
+    assert default == classic != alone
     assert train("weights:int4", "--seeds", "1")[-1] == ("weights:int4", 1)
     assert train("lloyd4", "--seeds", "1", "--optimizer", "diloco30")[-1] == ("lloyd4", 1)
     *_, rounded, averaged = runs.read(out)

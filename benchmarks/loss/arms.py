@@ -6,7 +6,7 @@ Legend: W replicas, N numbers of a replica's gradients.
 import functools
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from benchmarks.schemes import CONTROLS
 from thinwire import codecs
 from thinwire.collectives.lane import Key
 from thinwire.feedback import RowCopy
-from thinwire.integrations.choice.options import CodecChoice, DDPOptions
+from thinwire.integrations.choice.options import CodecChoice, DDPOptions, Feedback
 
 FP32 = "fp32"
 NULL = "null"
@@ -174,12 +174,14 @@ def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> t
     """The arm of that name, and what lays out gradients; any codec string of `compress_ddp` is a name.
 
     "lloyd2+first100=lloyd4" begins with 100 steps of lloyd4; "lloyd2+letters*=lloyd4" has lloyd4 for the parameters of
-    that name pattern. A control ("int2", "sign") compresses every parameter, with no feedback and no units.
+    that name pattern, and "lloyd4+feedback=classic" a feedback. A control ("int2", "sign") compresses every parameter,
+    with no feedback and no units.
     """
     control = name in CONTROLS
     named = name in PEERS or name.startswith(("powersgd", WEIGHTS))
     spelled, *extras = name.split("+")
     pairs = dict(extra.split("=", 1) for extra in extras)
+    feedback = pairs.pop("feedback", "none" if control else "auto")
     begun = {int(key.removeprefix("first")): pairs.pop(key) for key in list(pairs) if FIRST.fullmatch(key)}
     codec: CodecChoice = "none" if named else CONTROLS.get(spelled, spelled)
     for steps, other in begun.items():
@@ -187,7 +189,7 @@ def arm_of(name: str, network: nn.Module, optimizer: Optimizer, world: int) -> t
     options = DDPOptions(
         codec,
         policy=pairs or None,
-        feedback="none" if control else "auto",
+        feedback=cast(Feedback, feedback),
         exempt="none" if control else "auto",
         weigh="none" if control else "auto",
         optimizer=optimizer,
