@@ -168,6 +168,7 @@ def test_the_family_of_every_optimizer_of_torch() -> None:
         for made in (kind.__new__(kind), mine.__new__(mine)):
             assert options.family(made) == OTHERS.get(kind.__name__, "adaptive"), kind
     assert options.family(object()) == "adaptive", "what is not known may be Adam's kin"
+    assert options.family(type("MuonWithAuxAdam", (), {})()) == "muon", "as Muon's own repository calls it"
 
 
 NO_STEPS = "a schedule maps steps, 0 or more, to codecs"

@@ -156,9 +156,9 @@ _LINEAR = ("SGD", "ASGD")  # linear in the gradient: an error may come late, but
 
 
 def family(optimizer: object) -> str:
-    """ "linear" for SGD, "muon" for Muon, and "adaptive" for Adam's kin and for what is not known."""
+    """ "linear" for SGD, "muon" for classes with Muon in their names, and "adaptive" for all others, as Adam."""
     names = [kind.__name__ for kind in type(bare_optimizer(optimizer)).__mro__]
-    if "Muon" in names:
+    if any("Muon" in name for name in names):
         return "muon"
     return "linear" if any(name in _LINEAR for name in names) else "adaptive"
 
