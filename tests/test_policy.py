@@ -143,7 +143,7 @@ def test_feedback_by_codec_and_optimizer(name: str) -> None:
     chosen, bits = make(name), BITS[name]
     assert choice.bits_of(chosen) == bits
     assert choice.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
-    assert choice.feedback_of("auto", chosen, "muon") == choice.feedback_of("auto", chosen, "linear")
+    assert choice.feedback_of("auto", chosen, "muon") == ("classic" if bits < 8 else "")
     assert choice.feedback_of("auto", chosen, "adaptive") == ("ef21" if name == "topk" else "")
     assert choice.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
     assert choice.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
@@ -526,6 +526,10 @@ def test_int8_travels_until_the_optimizer_of_every_parameter_is_known() -> None:
     begin(made, 3)
     assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "classic")] * 2, "Muon's rule"
     both = [torch.optim.Muon([matrix]), torch.optim.AdamW([rest]), torch.optim.SGD([stranger])]
+    four = decisions({0: "int8", 1: "lloyd4", 2: "auto:5"}, optimizer=both[0])
+    for step, feedback in enumerate(("", "classic", "classic")):
+        begin(four, step)
+        assert travels(four)[1] == feedback, "4 bits before Muon"
     families = [decisions("lloyd2", optimizer=some).agreed.family for some in (both, both[1:], both[2:])]
     assert families == ["muon", "adaptive", "linear"]
 
@@ -584,12 +588,14 @@ def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
     assert len(hooks) == begun, "what looked goes with the decisions"
 
 
-def test_a_trial_races_decides_and_stays() -> None:
-    made = decisions("auto")
+@over("asked", [{}, {"optimizer": "muon"}, {"optimizer": "muon", "error_budget": 0.15}])
+def test_a_trial_races_decides_and_stays(asked: dict[str, Any]) -> None:
+    made = decisions("auto", **asked)
+    error = 0.1 if asked == {"optimizer": "muon"} else 0.2  # of 4 bits
     seconds, codecs, news = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "lloyd4": 0.5}, [], ""
     last = 1.0
     for step in range(SETTLE_STEPS + ROUNDS * len(CANDIDATES) + 3):
-        told = begin(made, step, last, error=0.2 if made.race and made.race.candidate == 3 else 0.01)
+        told = begin(made, step, last, error=error if made.race and made.race.candidate == 3 else 0.01)
         news = news or told
         codecs.append(travels(made)[0])
         last = seconds[codecs[-1]]

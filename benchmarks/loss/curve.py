@@ -1,6 +1,6 @@
 """The record and the plot of finished runs: loss against bits, by pairs of the same seed.
 
-python -m benchmarks.loss.curve runs.jsonl --json loss_25m.json --plot loss.svg
+python -m benchmarks.loss.curve runs.jsonl --optimizer adamw --json loss_25m.json --plot loss.png
 """
 
 import argparse
@@ -95,45 +95,50 @@ def recorded(found: Sequence[Found]) -> Record:
 
 
 def plot(record: Record, path: str) -> None:
-    """Loss against bits with 95 % intervals, the margin and fp32's null arm; on the right the same in % more tokens."""
+    """Loss against bits with 95 % intervals, the margin and fp32's null arm; on the right the same in % more tokens.
+
+    An arm with one pair of runs has no interval, and a hollow mark.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    known: list[dict[str, Any]] = [row for row in record.rows if row["delta_high"] is not None]
+    known: list[dict[str, Any]] = [row for row in record.rows if row["parallel"] == "ddp"]
     rows = [row for row in known if row["arm"] not in (arms.FP32, arms.NULL)]
-    figure, axis = plt.subplots(figsize=(7, 4))
+    figure, axis = plt.subplots(figsize=(8, 4))
     axis.axhline(0, lw=0.8, color="black")
     said = "no difference: an interval inside"
     axis.axhspan(-pairs.MARGIN, pairs.MARGIN, alpha=0.12, color="tab:green", label=said)
     for row in known:
         if row["arm"] == arms.NULL:
             _mark(axis, 32, row, "d", "tab:gray")
-    for row in rows:
-        beside = sum(1 for other in rows[: rows.index(row)] if round(other["bits"]) == round(row["bits"]))
+    place = 0.0
+    for row in reversed(rows):
+        place = max(row["bits"], 1.09 * place)  # what has as many bits is drawn beside it
         kind = ("x", "tab:red") if row["control"] else ("s", "tab:orange") if row["peer"] else ("o", "tab:blue")
-        _mark(axis, row["bits"] * 1.07**beside, row, *kind)
+        _mark(axis, place, row, *kind)
     axis.set_xscale("log", base=2)
-    axis.set_xlim(0.9, 48)
+    axis.set_xlim(0.25, 48)
     axis.set_xlabel("bits per element on the wire")
     axis.set_ylabel("validation loss above fp32's, nats")
     axis.grid(alpha=0.3)
     axis.legend(loc="upper right", fontsize=8)
-    nats = (-0.01, -0.003, 0, 0.003, 0.01, 0.02, 0.1)
+    nats = (-0.003, 0, 0.003, 0.01, 0.02, 0.05, 0.1, 0.4)
     scales: list[tuple[Any, Sequence[float], Sequence[float]]] = [
-        (axis.xaxis, (1, 2, 3, 4, 8, 16, 32), (1, 2, 3, 4, 8, 16, 32)),
+        (axis.xaxis, (0.5, 1, 2, 3, 4, 8, 16, 32), (0.5, 1, 2, 3, 4, 8, 16, 32)),
         (axis.yaxis, nats, nats),
     ]
-    axis.set_yscale("symlog", linthresh=0.03)  # what is shown is linear, but for bad controls
+    axis.set_yscale("symlog", linthresh=0.02)  # what is shown is linear, but for bad controls
+    axis.set_ylim(-0.008, 5)
     each = _slope(rows)
     if each is not None:
         twin = axis.twinx()
-        twin.set_yscale("symlog", linthresh=0.03)
+        twin.set_yscale("symlog", linthresh=0.02)
         twin.set_ylim(axis.get_ylim())
         twin.set_ylabel("more tokens for fp32's loss, %")
-        percent = (-4, -2, 0, 2, 4, 8, 16, 32)
+        percent = (-2, 0, 2, 4, 8, 16, 32)
         scales.append((twin.yaxis, [each * math.log2(1 + p / 100) for p in percent], percent))
     for side, places, labels in scales:
         side.set_major_locator(FixedLocator(places))
@@ -154,19 +159,24 @@ def _slope(rows: Sequence[Found]) -> float | None:
 
 def _mark(axis: Any, bits: float, row: Found, mark: str, color: str) -> None:
     value, half = row["delta_nats"], pairs.Difference.of(dict(row)).half
-    axis.errorbar(bits, value, yerr=half, fmt=mark, color=color, capsize=3, ms=5)
-    below = (bits, value - (half or 0))
-    axis.annotate(row["arm"], below, textcoords="offset points", xytext=(0, -10), fontsize=8, ha="center")
+    inside = color if half is not None or mark == "x" else "white"
+    axis.errorbar(bits, value, yerr=half, fmt=mark, color=color, mfc=inside, capsize=3, ms=5)
+    above = (bits, value + (half or 0))
+    axis.annotate(
+        row["arm"], above, textcoords="offset points", xytext=(0, 6), fontsize=8, ha="center", va="bottom", rotation=90
+    )
 
 
 def main() -> None:
     """Read runs, print a verdict per arm, write the record and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--optimizer", choices=runs.OPTIMIZERS, help="take these runs alone")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
     found = [one for path in options.runs for one in runs.read(path)]
+    found = [one for one in found if options.optimizer in (None, one["optimizer"])]
     record = recorded(found)
     rows: list[dict[str, Any]] = list(record.rows)
     for row in rows:

@@ -93,9 +93,7 @@ class Policy:
         budget = choice.bits if isinstance(choice, Auto) else None
         if budget is not None and bits_of(chosen) < 16 and not isinstance(chosen, TopK):
             # Widths change during a run, and what is remembered must not be left behind: one rule for all of them.
-            if budget >= 4:
-                return ""
-            chosen = auto.start_width(min(budget, 2.2))
+            chosen = auto.start_width(min(budget, 2.2)) if budget < 4 else Lloyd(4)
         return feedback_of("auto", chosen, family, outer=self.outer)
 
     def weighs(self, agreed: Agreed) -> bool:
@@ -147,7 +145,7 @@ class Chooser:
         self.sizes = names.sizes  # of the parameters whose gradients travel
         self._replan_every = options.replan_every
         self._measure_every = options.measure_every
-        self._error_budget = options.error_budget
+        self._error_budget = options.error_budget or (0.05 if options.family == "muon" else 0.15)
         self._warned = False  # whether the user knows that int8 travels meanwhile
         self._measured: object = None  # the setting of the last measured step
         self._fresh = False  # whether no step under the present setting was measured yet
@@ -362,14 +360,14 @@ def bits_of(chosen: Codec) -> int:
 def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, outer: bool = False) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimizer that is not known yet.
 
-    "auto" is what trained best: none from 4 bits up; below, classic feedback in front of SGD and Muon, and none in
-    front of Adam, whose variance any feedback inflates. What topk leaves out has to be remembered: EF21 before Adam.
+    "auto" is what trained best: none from 4 bits up, before Muon from 8; below, classic feedback before SGD and Muon,
+    and none before Adam, whose variance any feedback inflates. What topk leaves out must be remembered: EF21 for Adam.
     Outer gradients of DiLoCo have none but for topk: there are few rounds, and what one of them lost comes late.
     """
     bits = bits_of(chosen)
     if asked != "auto":
         return "" if asked == "none" or bits >= 16 else asked
-    if bits >= 4 or (outer and not isinstance(chosen, TopK)):
+    if bits >= (8 if optimizer == "muon" else 4) or (outer and not isinstance(chosen, TopK)):
         return ""
     if optimizer is None:
         return None

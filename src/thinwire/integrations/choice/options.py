@@ -182,7 +182,7 @@ class SharedKeywords(TypedDict, total=False):
     warmup_steps: int
     optimizer: Optimizers
     residual_dtype: torch.dtype
-    error_budget: float
+    error_budget: float | None
     replan_every: int
     measure_every: int
     on_nonfinite: OnNonfinite
@@ -209,7 +209,7 @@ class DDPOptions:
     warmup_steps: int = 0
     optimizer: Optimizers = None
     residual_dtype: torch.dtype = torch.float32
-    error_budget: float = 0.15
+    error_budget: float | None = None  # None: 0.15; before Muon 0.05, to which roundings to 4 bits do harm
     replan_every: int = 100
     measure_every: int = 100
     on_nonfinite: OnNonfinite = "propagate"
@@ -237,7 +237,7 @@ class DDPOptions:
         for name, least in (("replan_every", 1), ("measure_every", 0)):
             if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
-        if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
+        if self.error_budget is not None and not (isinstance(self.error_budget, float | int) and self.error_budget > 0):
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
         are_known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
         if self.optimizer is not None and not (are_known and all(are_known)):
