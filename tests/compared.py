@@ -112,7 +112,7 @@ def _step(row: Row, machine: Machine) -> Iterator[Checked]:
         params,
         1e-3 * column(row, "compute_ms"),
         bucket_bytes=model.BUCKET_BYTES if pieces is None else -(-4 * params // pieces),
-        adaptive=row["optimizer"] != "sgd",
+        optimizer=str(row["optimizer"]),
         parallel=parallel,
         gathered=torch.float32,
         every=int(column(row, "every")) if parallel == DILOCO else 1,

@@ -143,17 +143,18 @@ def compared() -> list[Checked]:
 
 
 def proven() -> str:
-    """What evidence.json holds: losses by scheme, of the largest model that has it, and the misses of the model."""
+    """What evidence.json holds: losses by scheme, of the largest model that has it, and the misses of the formula."""
     losses: dict[str, dict[str, recommend.Loss]] = {}
     for path in sorted((ROOT / "benchmarks").glob("*.json")):
         found = recorded(path.name)
         if found.kind not in ("loss", "train") or not _is_evidence(found.rows[-1]):
             continue
+        muon = ["muon"] if found.rows[-1]["optimizer"] == "muon" else []
         try:
-            mine = verdict.losses_of(found, path.name)
+            mine = verdict.losses_of(found, path.name, *muon)
         except RecordError:  # of one seed
             continue
-        kept = losses.setdefault(str(found.rows[-1].get("parallel") or model.DDP), {})
+        kept = losses.setdefault(" ".join([str(found.rows[-1].get("parallel") or model.DDP), *muon]), {})
         for name, loss in mine.items():
             if name not in kept or (loss.params or 0, loss.seeds) > (kept[name].params or 0, kept[name].seeds):
                 kept[name] = loss
@@ -170,8 +171,8 @@ def proven() -> str:
 
 
 def _is_evidence(row: record.Row) -> bool:
-    """Not of Muon, activations, classifiers (they have no validation loss) or rehearsals (of one script each)."""
-    asked = row["optimizer"] != "muon" and row.get("params", 0) is not None and row.get("parallel") not in ("tp", "pp")
+    """Not of activations, classifiers (they have no validation loss) or rehearsals (of one script each)."""
+    asked = row.get("params", 0) is not None and row.get("parallel") not in ("tp", "pp")
     return asked and row.get("task") not in ("digits", "mlp", "wide")
 
 

@@ -91,6 +91,18 @@ def test_a_codec_without_figures_has_those_of_the_most_like(spec: str, like: str
     assert RECORDED_ON.speed(codec(spec)) == RECORDED_ON.codecs[like]
 
 
+@pytest.mark.parametrize(
+    ("machine", "name", "further"), [(RECORDED_ON, "aarch64", 3), (GPU, "h200_2026-11-17", 7)], ids=["cpu", "cuda"]
+)
+def test_trellis_codes_take_the_time_that_was_measured(machine: Machine, name: str, further: int) -> None:
+    rows = compared.read(f"kernels_trellis_{name}").rows
+    measured = {row["op"]: 1e-3 * verdict.column(row, "ms_p50") for row in rows if row["codec"] == "trellis2"}
+    numel, found = int(verdict.column(rows[0], "numel")), machine.speed(codec("trellis2"))
+    recode = found.recode + further * found.wire
+    for op, each in (("encode", found.encode), ("decode", found.decode), ("recode", recode)):
+        assert each == pytest.approx(measured[op] / numel, rel=0.07), op
+
+
 def test_ranks_share_cores() -> None:
     alone, two, four = (RECORDED_ON.shared(ranks, 2) for ranks in (1, 2, 4))
     int8 = BlockInt(8)
@@ -461,12 +473,24 @@ def test_what_is_advised_can_be_called() -> None:
     compile(BF16_HOOK, "", "exec")
 
 
-def test_feedback_is_what_compress_ddp_adds() -> None:
-    job = TrainingJob(1000, 1.0)
-    narrow, wide = Scheme("two_phase", Lloyd(2)), Scheme("two_phase", Lloyd(4))
-    assert (narrow.feedback(job), wide.feedback(job)) == ("none+moments", "none")
-    assert narrow.feedback(replace(job, adaptive=False)) == "classic"
-    assert Scheme("hierarchical", Lloyd(2), BlockInt(8)).feedback(job) == "none"
+@pytest.mark.parametrize(
+    ("spec", "optimizer", "parallel", "added"),
+    [
+        ("lloyd2", "adam", "ddp", "none+moments"),
+        ("lloyd2", "sgd", "ddp", "classic"),
+        ("lloyd4", "adam", "ddp", "none"),
+        ("lloyd4", "muon", "ddp", "classic"),
+        ("int8", "muon", "ddp", "none"),
+        ("topk", "adam", "ddp", "ef21"),
+        ("topk", "adam", "diloco", "classic"),
+        ("lloyd1", "muon", "diloco", "none"),
+        ("lloyd2", "sgd", "fsdp2", "none"),
+    ],
+)
+def test_feedback_is_what_is_added(spec: str, optimizer: str, parallel: str, added: str) -> None:
+    job = TrainingJob(1000, 1.0, optimizer=optimizer, parallel=parallel)
+    assert Scheme("two_phase", codec(spec)).feedback(job) == added
+    assert Scheme("hierarchical", codec(spec), BlockInt(8)).feedback(job) == "none"
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -483,6 +507,20 @@ def test_losses_of_the_study_are_read() -> None:
     found = verdict.losses_of(of_arms(*({"arm": a, **pairs.Difference(g, h, 5).columns} for a, g, h in arms)), "x")
     assert found["int8"] == Loss(0.0004, pytest.approx(0.002), 5, 25_436_672, "x")
     assert set(found) == {"int8", "lloyd2 + moments"}  # which compress_ddp adds
+
+
+def test_losses_are_those_of_the_optimizer() -> None:
+    """Of the two arms of lloyd4 with Muon the one with feedback counts, which compress_ddp has."""
+    muon = compared.read("loss_25m_muon_h200_2026-11-18")
+    assert set(verdict.losses_of(muon, "x", "muon")) == {"lloyd4 + classic"}
+    with pytest.raises(RecordError, match="trained with adam and two seeds or more"):
+        verdict.losses_of(muon, "x")
+    line = "--params 124M --world 2 --inter 10gbit --step 20ms --optimizer"
+    _, safe, _, faster, *_ = call(f"{line} muon").stdout.splitlines()
+    assert safe.startswith("Safe: bf16")
+    assert faster.startswith("Faster: int8")  # 4 bits lose 0.012 nats
+    assert "the committed losses are of Adam" in call(f"{line} sgd").stdout
+    assert "the committed losses are of Adam" not in call(f"{line} adam").stdout
 
 
 def test_losses_that_cannot_be_used_raise(tmp_path: Path) -> None:
@@ -522,7 +560,7 @@ def test_two_answers_come_first_and_the_table_behind_all() -> None:
     assert conditions.startswith("1.3 B parameters, ddp, 8 ")
     assert re.match(r"Safe: lloyd4, [\d.]+–[\d.]+ × over fp32", safe)
     assert code.startswith("    thinwire.compress_ddp(")
-    assert faster.startswith("Faster: lloyd2")
+    assert faster.startswith("Faster: trellis2")  # as fast as lloyd2, and it loses less
     assert "check the loss. Loss: " in faster
     assert "Predicted, the fastest first" not in result.stdout
     assert "Predicted, the fastest first" in call(f"{LARGE} --all").stdout
@@ -577,6 +615,7 @@ def test_the_largest_and_smallest_are_predicted_too(parallel: str) -> None:
         (f"{LARGE} --trainable 2B", "Invalid value for --trainable: expected at most --params"),
         (f"{LARGE} --every 10", "Invalid value for --every: goes with --parallel diloco"),
         (f"{LARGE} --parallel fsdp2 --bucket 25MiB", "Invalid value for --bucket: goes with --parallel ddp"),
+        (f"{LARGE} --parallel diloco --losses x.json", "Invalid value for --losses: holds no losses of DiLoCo"),
         (f"{SMALL} --parallel hsdp", "hsdp needs several nodes of several ranks"),
         (f"{SMALL} --intra 1GB/s", "Invalid value for --intra: no other rank uses that link"),
     ],

@@ -24,11 +24,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from thinwire.codecs import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.integrations.choice import feedback_of
 from thinwire.tools.advise.cluster import Cluster, Machine
 from thinwire.tools.recommend import BF16_HOOK
 
 DDP, FSDP2, HSDP, DILOCO = "ddp", "fsdp2", "hsdp", "diloco"
-CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
+CODECS = ("bf16", "int8", "lloyd4", "trellis3", "trellis2", "lloyd2", "lloyd1")
+FAMILIES = {"adam": "adaptive", "sgd": "linear", "muon": "muon"}  # of optimizers, as compress_ddp calls them
 WIDE = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
 NOTHING = Identity()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +54,7 @@ class TrainingJob:
     dtype: torch.dtype = torch.float32  # of the gradients
     bucket_bytes: int = BUCKET_BYTES  # more => fewer messages, less overlap
     overlap: float | None = None  # share of step_s that communication may hide behind; None: by the pieces
-    adaptive: bool = True  # whether the optimizer is an Adam, which gets no feedback
+    optimizer: str = "adam"  # one of FAMILIES: decides its memory, and the feedback of few bits
     parallel: str = DDP
     trained: int = 0  # parameters that learn; 0: all
     gathered: torch.dtype = torch.bfloat16  # FSDP2's weights
@@ -111,9 +113,14 @@ class Scheme:
         return "flat" if self.algorithm in ("one_shot", "two_phase") else self.algorithm
 
     def feedback(self, job: TrainingJob) -> str:
-        """What compress_ddp adds by itself below 4 bits: Adam's units, or classic feedback; none in levels, DiLoCo."""
-        few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4 and job.parallel == DDP
-        return ("none+moments" if job.adaptive else "classic") if few and self.inside is None else "none"
+        """What compress_ddp and DiLoCo add to few bits by themselves: feedback, or Adam's units. FSDP2 and levels: none."""
+        if job.sharded or self.inside is not None:
+            return "none"
+        outer = job.parallel == DILOCO
+        family = "linear" if outer else FAMILIES[job.optimizer]
+        few = isinstance(self.codec, BlockInt | Lloyd) and self.codec.bits < 4
+        units = "+moments" if few and family == "adaptive" else ""
+        return (feedback_of("auto", self.codec, family, outer=outer) or "none") + units
 
     def how(self, job: TrainingJob, cluster: Cluster) -> str:
         """The line of code that does it."""
@@ -193,7 +200,8 @@ def piece(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: T
         return _ring(numel, scheme.codec, cluster, machine, job.dtype)
     if scheme.inside is None:
         feedback = scheme.feedback(job)
-        found = _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, feedback == "classic")
+        fed = feedback.startswith(("classic", "ef21"))
+        found = _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, fed)
         return replace(found, sums=MOMENTS if "moments" in feedback else 1)
     # Sum a node's shards, sum those over nodes, gather them in the node.
     inner = _flat(numel, scheme.inside, "two_phase", cluster.node, machine)
@@ -376,7 +384,7 @@ def state_bytes(job: TrainingJob, cluster: Cluster) -> float:
 
     Under DDP its buckets, under FSDP2 two gathered modules and their gradients, for DiLoCo the outer copies.
     """
-    optimizer = 8 if job.adaptive else 4
+    optimizer = 8 if job.optimizer == "adam" else 4
     learns, frozen = job.learns, job.params - job.learns
     if job.parallel == DDP:
         return (12 + optimizer) * learns + 2 * frozen

@@ -25,13 +25,12 @@ BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB t
 ACTIVATIONS = 0.25  # of a rank's memory, where they are not given
 FEW = 0.1  # a trainable share below this gets a hint
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_ADAMS = ("adam", "adamw", None)
 Losses = Mapping[str, Loss]  # by name of the scheme
 
 
 @dataclass(frozen=True)
 class Evidence:
-    losses: Mapping[str, Losses]  # by parallel
+    losses: Mapping[str, Losses]  # by parallel, with Adam; "ddp muon" and the like: with Muon
     misses: Mapping[str, Sequence[float]]  # measured over predicted speedup, least and most, by kind of scheme
     most_ranks: int  # of the steps that predictions were compared with
 
@@ -43,33 +42,34 @@ def shipped() -> Evidence:
     return Evidence(losses, **kept)
 
 
-def losses_of(record: Record, source: str) -> dict[str, Loss]:
-    """By scheme, what a record of kind "loss" or "train" with two seeds or more says; RecordError where it is none."""
+def losses_of(record: Record, source: str, optimizer: str = "adam") -> dict[str, Loss]:
+    """By scheme, what a record of kind "loss" or "train" says of an optimizer; RecordError where it says nothing."""
     read = {"loss": _paired, "train": trained}.get(record.kind)
     if read is None:
         raise RecordError(f"expected losses (a record of kind loss or train), got one of kind {record.kind}")
-    found = {name: loss for row in record.rows for name, loss in read(row, source)}
+    rows = [row for row in record.rows if row["optimizer"] in (None, optimizer, f"{optimizer}w")]  # None: a rehearsal's
+    found = {name: loss for row in rows for name, loss in read(row, source, optimizer)}
     if not found:
-        raise RecordError("expected a codec trained with two seeds or more, got none: thinwire rehearse --seeds 3")
+        few = f"expected a codec trained with {optimizer} and two seeds or more, got none"
+        raise RecordError(f"{few}: thinwire rehearse --seeds 3")
     return found
 
 
-def _paired(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
-    """An arm of `thinwire rehearse` or of the loss study, which has the feedback that compress_ddp adds by itself."""
-    arm = str(row["arm"])
+def _paired(row: Row, source: str, optimizer: str) -> Iterator[tuple[str, Loss]]:
+    """An arm of `thinwire rehearse` or of the loss study: lloyd2, or lloyd4+feedback=classic."""
+    arm, _, asked = str(row["arm"]).partition("+feedback=")
     gap = pairs.Difference.of(row)
     if gap.half is None or row.get("control") or arm in ("fp32", "none", "null"):
         return
     try:
-        adaptive = row["optimizer"] in _ADAMS
-        feedback = Scheme("two_phase", codec(arm)).feedback(TrainingJob(1, 0.0, adaptive=adaptive))
+        feedback = asked or Scheme("two_phase", codec(arm)).feedback(TrainingJob(1, 0.0, optimizer=optimizer))
     except CodecError:  # a peer, such as powersgd4
         feedback = "none"
     size = int(column(row, "params")) if row.get("params") else None
     yield recommend.name(arm, feedback), Loss(gap.gap, gap.half, int(column(row, "seeds")), size, source)
 
 
-def trained(row: Row, source: str) -> Iterator[tuple[str, Loss]]:
+def trained(row: Row, source: str, optimizer: str = "adam") -> Iterator[tuple[str, Loss]]:
     """Of the training records: the gap of validation losses and its standard error over seeds."""
     if row.get("control") or row.get("diverged") or row["codec"] == "none":
         return
@@ -112,7 +112,8 @@ def judge(
     `losses` are those of a run of one's own, which count before the committed ones.
     """
     found = [_with_best_buckets(job, one, cluster, machine, buckets) for one in model.candidates(job, cluster, codecs)]
-    measured = {**shipped().losses.get("fsdp2" if job.sharded else job.parallel, {}), **(losses or {})}
+    where = "fsdp2" if job.sharded else job.parallel
+    measured = {**shipped().losses.get(f"{where} muon" if job.optimizer == "muon" else where, {}), **(losses or {})}
     ordered = [found[0], *sorted(found[1:], key=lambda one: one.scheme.exactness)]
     by_way = {_way(one, job, cluster, measured): one for one in ordered}
     choice = recommend.choose(list(by_way))
@@ -168,7 +169,7 @@ def _too_large(
         less = model.state_bytes(replace(job, parallel=other), cluster)
         if other != job.parallel and less + kept <= memory and (other == model.FSDP2 or cluster.has_levels):
             return [*lines, f"Try --parallel {other}: {units.nbytes(less)}, and activations."]
-    return [*lines, "Use more ranks, fewer trainable parameters (--trainable) or offloading."]
+    return [*lines, "Use FSDP2 on more ranks, fewer trainable parameters (--trainable) or offloading."]
 
 
 def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
@@ -234,5 +235,7 @@ def _notes(
         yield "Note: with shards inside a node (--parallel hsdp) far less travels between nodes."
     if job.parallel == model.DILOCO:
         yield "Note: DiLoCo itself trains differently from DDP; losses are against DiLoCo without compression."
+    if job.optimizer == "sgd" and choice.compress:
+        yield "Note: the committed losses are of Adam, not of SGD: thinwire rehearse measures your own."
     if cluster.world > shipped().most_ranks and choice.compress:
         yield f"Note: steps were measured with up to {shipped().most_ranks} ranks; beyond, this is the formula alone."

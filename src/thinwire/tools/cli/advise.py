@@ -32,7 +32,7 @@ INTRA = "A rank's link to others of its node: 400GB/s; 12GB/s without NVLink."
 SITES = "Ranks per node, for DiLoCo per site; default 1."
 LOSSES = "A record of `thinwire rehearse`, whose losses count before the committed ones."
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "hsdp", "diloco"])
-Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
+Optimizer = StrEnum("Optimizer", [*model.FAMILIES])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
 Number = float | None
@@ -70,7 +70,7 @@ def command(
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
     cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Decides its memory, and feedback below 4 bits.")] = (
+    optimizer: Annotated[Optimizer, typer.Option(help="Decides losses, its memory, and feedback below 8 bits.")] = (
         Optimizer.adam
     ),
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
@@ -106,20 +106,21 @@ def command(
         raise typer.BadParameter(f"expected at most --params, got {trainable}", param_hint="--trainable")
     flags.refuse("goes with --parallel diloco", every=None if parallel is Parallel.diloco else every)
     flags.refuse("goes with --parallel ddp", bucket=None if parallel is Parallel.ddp else bucket)
+    flags.refuse("holds no losses of DiLoCo", losses=losses if parallel is Parallel.diloco else None)
     own = clusters.recorded(device)
     cluster, own = _described(world, node, inter, intra, latency, own, cores)
     if parallel is Parallel.hsdp and not cluster.has_levels:
         raise typer.BadParameter("hsdp needs several nodes of several ranks", param_hint="--parallel")
     on_gpu = device is Device.cuda
     job = TrainingJob(
-        *(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, optimizer is Optimizer.adam),
+        *(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, optimizer.value),
         parallel=parallel.value,
         trained=trainable or 0,
         gathered=model.DTYPES["bfloat16" if on_gpu else "float32"],
         every=every or model.EVERY,
     )
     with screen.usage_errors("--losses", RecordError):
-        found = verdict.losses_of(record.read(losses), Path(losses).name) if losses else None
+        found = verdict.losses_of(record.read(losses), Path(losses).name, job.optimizer) if losses else None
     judged = verdict.judge(
         *(job, cluster, own),
         codecs=flags.codecs(codecs, model.CODECS),
