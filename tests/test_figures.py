@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import figures
+from thinwire.tools.advise import verdict
 from thinwire.tools.bench import record
 
 
@@ -23,6 +24,19 @@ def test_tables_are_printed_from_records(page: Path) -> None:
 def test_what_is_shipped_is_what_the_records_say() -> None:
     assert figures.MACHINES.read_text() == figures.shipped(), "run `python tests/figures.py`"
     assert figures.EVIDENCE.read_text() == figures.proven(), "run `python tests/figures.py`"
+
+
+def test_sentences_have_the_figures_of_records() -> None:
+    front, readme = ((figures.ROOT / page).read_text() for page in ("docs/index.md", "README.md"))
+    int8 = {row["codec"]: row for row in figures.recorded("ddp_steps_gpt124m_h200_2026-11-18.json").rows}["int8"]
+    over = [f"{int8[column]:.1f}" for column in ("speedup_plain", "speedup_bf16")]
+    assert re.findall(r"([\d.]+) times as\s+fast", front) == over
+    known = verdict.shipped().losses["ddp"]
+    shown = [str(known[name]).removesuffix(" nats").replace("-", "−") for name in ("lloyd4", "int8", "trellis2 + moments")]
+    assert re.findall(r"[+−][\d.]+ ± [\d.]+", readme) == shown
+    page = (figures.ROOT / "docs" / "reference" / "cli.md").read_text()
+    ends = [verdict.shipped().misses[kind] for kind in ("flat", "hierarchical", "sharded")]
+    assert re.findall(r"([\d.]+) to ([\d.]+) times", page) == [(f"{low:.2f}", f"{high:.2f}") for low, high in ends]
 
 
 def test_every_record_is_named_somewhere() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
+ROOT = Path(__file__).parent.parent
 CARD = {"host": "a", "interface": "eth0", "backend": "gloo", "world": 2, "torch": "2.13.0"}
 
 
@@ -29,6 +31,9 @@ def test_under_torchrun_rank_0_prints_one_table(program: Ended) -> None:
     title, header, *rows, verdict = program.out.splitlines()
     assert title.startswith("2 of 2 ranks.")
     assert " ".join(header.split()) == "rank host interface device thinwire torch python wire Gbit/s"
+    for page in ("clusters", "two-machines"):
+        shown = (ROOT / "docs" / "start" / f"{page}.md").read_text()
+        assert header.split() in map(str.split, shown.splitlines()), page
     for rank, row in enumerate(rows):
         assert re.match(rf"{rank} +\S+ +lo +cpu +{re.escape(thinwire.__version__)} ", row), row
         assert 0.01 < float(row.split()[-1]) < 1000  # loopback: between a slow disk's rate and memory's
