@@ -29,7 +29,8 @@ def test_in_a_pipe(tmp_path: Path) -> None:
     run = call("--quick", "--steps", "3", "--codecs", "bf16,lloyd2", "--link", "loopback", "--json", path)
     assert (run.exit_code, run.stderr) == (0, ""), run.output
     assert "\x1b" not in run.stdout
-    assert "Measured here: a GPT of 21.4 k weights, 2 ranks on" in run.stdout
+    assert run.stdout.startswith("task gpt, world 2, ")
+    assert ", link loopback, params 21408, seeds 2, steps 3. gap: " in run.stdout
     assert "Loopback is faster than any network" in run.stdout
     rows = record.read(path).rows
     found = [(row["codec"], row["feedback"], row["bytes_from"]) for row in rows]

@@ -32,7 +32,9 @@ def test_sentences_have_the_figures_of_records() -> None:
     over = [f"{int8[column]:.1f}" for column in ("speedup_plain", "speedup_bf16")]
     assert re.findall(r"([\d.]+) times as\s+fast", front) == over
     known = verdict.shipped().losses["ddp"]
-    shown = [str(known[name]).removesuffix(" nats").replace("-", "−") for name in ("lloyd4", "int8", "trellis2 + moments")]
+    shown = [
+        str(known[name]).removesuffix(" nats").replace("-", "−") for name in ("lloyd4", "int8", "trellis2 + moments")
+    ]
     assert re.findall(r"[+−][\d.]+ ± [\d.]+", readme) == shown
     page = (figures.ROOT / "docs" / "reference" / "cli.md").read_text()
     ends = [verdict.shipped().misses[kind] for kind in ("flat", "hierarchical", "sharded")]

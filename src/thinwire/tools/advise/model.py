@@ -113,7 +113,7 @@ class Scheme:
         return "flat" if self.algorithm in ("one_shot", "two_phase") else self.algorithm
 
     def feedback(self, job: TrainingJob) -> str:
-        """What compress_ddp and DiLoCo add to few bits by themselves: feedback, or Adam's units. FSDP2 and levels: none."""
+        """What compress_ddp and DiLoCo add to few bits: feedback, or Adam's units. FSDP2 and levels have none."""
         if job.sharded or self.inside is not None:
             return "none"
         outer = job.parallel == DILOCO

@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def nbytes(count: float) -> str:
-    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
+    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
 def amount(count: float) -> str:
@@ -91,7 +91,7 @@ def _scaled(value: float, units: dict[str, float]) -> str:
     """Three digits of the first unit that the value reaches, or of the last."""
     unit, size = next(((name, size) for name, size in units.items() if value >= size), [*units.items()][-1])
     shown = value / size
-    return f"{shown:,.0f} {unit}" if 1000 <= shown < 1e6 else f"{shown:.3g} {unit}"
+    return f"{shown:,.0f} {unit}" if shown >= 1000 else f"{shown:.3g} {unit}"
 
 
 def mebibytes(count: int) -> str:

@@ -32,7 +32,7 @@ INTRA = "A rank's link to others of its node: 400GB/s; 12GB/s without NVLink."
 SITES = "Ranks per node, for DiLoCo per site; default 1."
 LOSSES = "A record of `thinwire rehearse`, whose losses count before the committed ones."
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "hsdp", "diloco"])
-Optimizer = StrEnum("Optimizer", [*model.FAMILIES])
+Optimizer = StrEnum("Optimizer", ["adam", "sgd", "muon"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
 Number = float | None
@@ -64,7 +64,6 @@ def command(
     parallel: Annotated[Parallel, typer.Option(help="How ranks share the work.")] = Parallel.ddp,
     trainable: Annotated[Whole, _option(units.count, "N", "Parameters that learn (LoRA): 21M; default all.")] = None,
     memory: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default 80GB, on the CPU no limit.")] = None,
-    activations: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default a quarter of --memory.")] = None,
     every: Annotated[Whole, typer.Option(min=1, metavar="N", help="DiLoCo: steps between rounds; default 30.")] = None,
     latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
@@ -127,7 +126,6 @@ def command(
         losses=found,
         buckets=(bucket,) if bucket else verdict.BUCKETS,
         memory=memory or (MEMORY if on_gpu else None),
-        activations=activations,
     )
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
@@ -136,7 +134,7 @@ def command(
     rates += [f"{units.nbytes(intra)}/s inside"] if intra else []
     console = screen.console()
     console.print(_conditions(job, cluster, own, judged, rates))
-    screen.print_answers(judged.lines, console)
+    console.print("\n".join(judged.lines))
     if show_all:
         tables.show_grid(_grid(judged, job), console)
 
@@ -164,7 +162,7 @@ def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
     state = f"{units.nbytes(found.state_bytes)} per rank without activations"
     step = f"{units.duration(job.step_s)} of compute"
-    parts = [f"{units.amount(job.params)} parameters{learns}, {job.parallel}, {ranks}", *links, step, state]
+    parts = [f"{counted(units.amount(job.params), 'parameter')}{learns}, {job.parallel}, {ranks}", *links, step, state]
     return f"{'; '.join(parts)}. Kernels: {own.source}."
 
 

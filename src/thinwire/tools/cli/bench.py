@@ -21,7 +21,6 @@ from thinwire.tools.local.torchrun import RankPlace
 from thinwire.tools.report import tables
 
 app = typer.Typer(
-    cls=screen.Commands,
     help="Measure your link, collectives and training steps. A record holds every number with its conditions.",
     epilog="\b\nExample:\n  thinwire bench step --quick\n  thinwire bench collectives --json collectives.json",
     no_args_is_help=True,
@@ -37,7 +36,7 @@ Worlds = Annotated[Words, option("Numbers of ranks, each measured.", "N,M")]
 Rounds = Annotated[int | None, count("Default: 5 or more, as time allows.")]
 
 
-@app.command("link")
+@app.command("link", short_help="What the link between ranks gives.")
 def link_command(
     world: Worlds = None,
     link: LinkRate = None,
@@ -59,7 +58,7 @@ def link_command(
     deliver(partial(exchange.run, setups, sizes), json, setups[0].place)
 
 
-@app.command("collectives")
+@app.command("collectives", short_help="Collectives with codecs beside torch's own.")
 def collectives_command(
     world: Worlds = None,
     link: LinkRate = None,
@@ -97,7 +96,7 @@ def collectives_command(
     deliver(run, json, setups[0].place)
 
 
-@app.command("step")
+@app.command("step", short_help="A training step with each codec beside plain torch.")
 def step_command(
     model: Annotated[str | None, option(MODEL, "NAME")] = None,
     parallel: Annotated[Parallel, typer.Option(help="DDP's gradients; FSDP2's gradients and weights.")] = Parallel.ddp,
@@ -146,7 +145,7 @@ def setups_of(world: Words, link: str | None, usual: Sequence[int]) -> list[Rank
     with screen.usage_errors("environment", AdviceError):
         place = torchrun.place()
     if place is not None:
-        flags.refuse("torchrun started the ranks that measure", world=world, link=link)
+        flags.refuse("leave it out: torchrun started the ranks that measure", world=world, link=link)
         return [RankSetup(world=place.world, place=place)]
     worlds = flags.counts(world, "--world", 2, links.MOST_HOSTS) or usual
     return [RankSetup(world=ranks, link=flags.shaped(link)) for ranks in worlds]

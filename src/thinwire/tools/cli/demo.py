@@ -9,7 +9,7 @@ from rich.console import Console
 
 from thinwire.errors import CodecError, RecordError
 from thinwire.tools import recommend
-from thinwire.tools.advise import units, verdict
+from thinwire.tools.advise import verdict
 from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.bench import step
 from thinwire.tools.bench.record import Record, Row
@@ -18,8 +18,8 @@ from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import link as links
 from thinwire.tools.local.link import LinkError, ShapedLink
 from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
-from thinwire.tools.report import tables
-from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
+from thinwire.tools.report import kinds, tables
+from thinwire.tools.report.cells import number, text
 
 CODECS = f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto. bf16 is torch's hook."
 STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
@@ -73,8 +73,10 @@ def show(record: Record, console: Console) -> None:
     """Print what was measured, and the verdict."""
     if not record.rows:
         return
-    tables.show_grid(_grid(record.rows), console)
-    screen.print_answers(_verdict(record), console)
+    for grid in kinds.trained(record.rows):
+        tables.show_grid(grid, console)
+    for line in _verdict(record):
+        console.print(line)
     console.print("For your own model, ranks and links: thinwire advise.")
 
 
@@ -107,34 +109,3 @@ def measured(rows: Sequence[Row], losses: verdict.Losses) -> Recommendation:
         code = torchs.get(name, f'thinwire.compress_ddp(model, "{row["codec"]}")')
         ways.append(Way(name, code, p50, p50 / p80, p50 / p20, losses.get(name), name in torchs))
     return recommend.choose(ways)
-
-
-def _grid(rows: Sequence[Row]) -> TextGrid:
-    first = rows[0]
-    seeds, steps, cores = (counted(text(first[name]), name[:-1]) for name in ("seeds", "steps", "cores"))
-    over = "loopback" if first["link"] == LOOPBACK else f"a link shaped to {text(first['link'])}"
-    weights = units.amount(number(first["params"]) or 0)
-    parts = [
-        f"Measured here: a GPT of {weights} weights, {text(first['world'])} ranks on {cores}, over {over}, {seeds} of "
-        f"{steps}",
-        "gap: loss less fp32's of the same seed, in nats, and half of its 95 % interval",
-    ]
-    computed = [recommend.scheme_of(row) for row in rows if row.get("bytes_from") == "formula"]
-    if computed:
-        parts.append(f"bytes of {' and '.join(computed)} are computed from the ring formula, not counted")
-    header = ["scheme", "loss", "gap", "step", "over fp32", "sent per step", "fewer"]
-    return TextGrid(". ".join(parts), header, [_cells(row, first) for row in rows])
-
-
-def _cells(row: Row, plain: Row) -> list[str]:
-    sent, most, step_s = number(row["bytes_per_step"]), number(plain["bytes_per_step"]), number(row["step_ms"], 1e-3)
-    found = next((loss for _, loss in verdict.trained(row, "")), None)
-    return [
-        recommend.scheme_of(row),
-        "diverged" if row["diverged"] else significant(row["loss"]),
-        ABSENT if found is None else str(found).removesuffix(" nats"),
-        ABSENT if step_s is None else units.duration(step_s),
-        f"{fixed(2)(row['speedup_plain'])} ×",
-        ABSENT if sent is None else units.nbytes(sent),
-        ABSENT if sent is None or most is None else f"{most / sent:.1f} ×",
-    ]

@@ -10,7 +10,6 @@ from typing import Any
 import typer
 from rich import progress as bars
 from rich.console import Console
-from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import Progress
@@ -20,17 +19,9 @@ INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
 NO_READER = 141  # and for SIGPIPE
 
 
-class Commands(TyperGroup):
-    """A group whose help has the whole first sentence of every command."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, one.get_short_help_str(1 << 10)) for name, one in self.commands.items()])
-
-
 @contextlib.contextmanager
 def without_traceback() -> Iterator[None]:
-    """Turn Ctrl-C and an output that cannot be written into an exit status; add what is allowed to usage errors."""
+    """Turn Ctrl-C and an output that cannot be written into an exit status."""
     try:
         try:
             yield
@@ -49,22 +40,9 @@ def without_traceback() -> Iterator[None]:
             raise typer.Exit(NO_READER) from None
         typer.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-    except Exception as error:
-        if getattr(error, "ctx", None) is not None:
-            _add_what_is_allowed(error)
-        raise
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-def _add_what_is_allowed(error: Any) -> None:
-    """typer names near matches only. Its exceptions are not public, so they are recognized by their attributes."""
-    command = error.ctx.command
-    if not getattr(error, "possibilities", True):
-        error.possibilities = [name for flag in command.params for name in flag.opts if name.startswith("--")]
-    elif str(getattr(error, "message", "")).startswith("No such command"):
-        error.message += f" The commands are {', '.join(command.commands)}."
 
 
 class _Console(Console):
@@ -80,12 +58,6 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDE
     return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-
-
-def print_answers(lines: Iterable[str], console: Console) -> None:
-    """Print what the rule advises (tools.advise.verdict), the answers in bold."""
-    for line in lines:
-        console.print(line, style="bold" if line.startswith(("Safe", "Faster", "Do ")) else None)
 
 
 @contextlib.contextmanager

@@ -143,17 +143,16 @@ def row_of(
     finite = all(map(math.isfinite, losses.values()))
     gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
     ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
-    params = mine[0][0].params
     p20, p50, p80 = timing.percentiles(timing.slowest(times, scheme.name))
     step_ms = {name: median(timing.slowest(times, name)) for name in (NONE, BF16, COMPUTE)}
     source = "interface" if plan.link else "transport"
     sent = timing.sent(times, scheme.name, f"{source}_bytes")
     if sent is None and scheme.name in RING_BYTES:  # torch's own all_reduce, over loopback: by formula
-        sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * params, "formula"
+        sent, source = 2 * (plan.world - 1) / plan.world * RING_BYTES[scheme.name] * mine[0][0].params, "formula"
     return {
         **{"task": "gpt", "parallel": "ddp", "optimizer": "adam", "codec": scheme.name},
         **{"feedback": mine[0][0].feedback, "world": plan.world, "link": str(plan.link or "loopback")},
-        **{"seeds": plan.seeds, "steps": plan.steps, "batch": plan.rows, "params": params, "diverged": not finite},
+        **{"seeds": plan.seeds, "steps": plan.steps, "params": mine[0][0].params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
         **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.gap if finite else None},
         "val_gap_error": None if gap.half is None else gap.half / pairs.t95(plan.seeds - 1),
@@ -162,7 +161,7 @@ def row_of(
         **{"speedup_plain": step_ms[NONE] / p50, "speedup_bf16": step_ms[BF16] / p50},
         **{"bytes_per_step": sent, "bytes_from": None if sent is None else source},
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
-        **{"peer": scheme.name == BF16, "threads": launch.THREADS, "cores": os.cpu_count()},
+        **{"threads": launch.THREADS, "cores": os.cpu_count()},
     }
 
 
@@ -184,14 +183,11 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     replica.close()
     del replica
     gc.collect()  # DDP and its hooks refer to each other
-    params = sum(parameter.numel() for parameter in network.parameters())
-    return Trained(judged, timing.digest(network.parameters()), feedback, params)
+    return Trained(judged, timing.digest(network.parameters()), feedback, models.size_of(network))
 
 
 def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:
     """The mean loss over windows side by side, as many on every rank."""
-    text = text[: plan.judged // plan.world]
-    count = (len(text) - 1) // plan.context
-    inputs, targets = (text[i : i + count * plan.context].view(count, plan.context) for i in (0, 1))
-    batches = zip(inputs.split(64), targets.split(64), strict=True)
-    return math.fsum(models.loss_of(network, batch, "sum").item() for batch in batches) / targets.numel()
+    length = (plan.judged // plan.world - 1) // plan.context * plan.context
+    inputs, targets = (text[i : i + length].view(-1, plan.context) for i in (0, 1))
+    return models.loss_of(network, (inputs, targets)).item()

@@ -32,24 +32,29 @@ class TextGrid:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its header, the column of the record, and how a value is written."""
+    """A column of a table: its header, the column of the record, how a value is written, and what it means."""
 
     header: str
     name: str
     show: Callable[[Value], str]
+    means: str = ""
 
     def cell(self, row: Row) -> str:
         return self.show(row.get(self.name))
 
 
 def grid(what: str, rows: Sequence[Row], columns: Sequence[Column], labels: int, how: str = "") -> TextGrid:
-    """A line per row. Labels that are the same in every row go into the title; empty columns are left out."""
+    """A line per row. Labels that are the same in every row go into the title; empty columns are left out.
+
+    The title explains the columns that are shown and say what they mean.
+    """
     named = columns[:labels]
     same = [one for one in named if len(rows) > 1 and len(distinct(rows, one.name)) == 1]
     shared = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)
     kept = [one for one in columns if one not in same and any(one.cell(row) != ABSENT for row in rows)]
     cells = [[one.cell(row) for one in kept] for row in rows]
-    title = ". ".join(filter(None, (what, shared, how)))
+    meanings = "; ".join([how] * bool(how) + [f"{one.header}: {one.means}" for one in kept if one.means])
+    title = ". ".join(filter(None, (what, shared, meanings)))
     return TextGrid(title, [one.header for one in kept], cells, sum(one in named for one in kept))
 
 
