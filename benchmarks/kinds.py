@@ -42,8 +42,8 @@ QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times
 _SHARE = Column("share", "copy_share", percent)
 kinds.TABLES |= {
     "train": (
-        "log ratio: ln(loss / fp32's), mean over seeds; val. gap: validation loss less fp32's, in nats; "
-        "kB: sent per rank and step; limit: compute plus bytes at the link's rate",
+        "log ratio: ln(loss / fp32's), mean over seeds; val. gap: validation loss less fp32's, in nats; over fp32, "
+        "over bf16: speedup over torch's own; kB: sent per rank and step; limit: compute plus bytes at the link's rate",
         (
             *(*texts("scheme", "every"), Column("loss", "loss", significant)),
             Column("log ratio", "loss_log_ratio", fixed(3, "+")),

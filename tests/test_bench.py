@@ -297,9 +297,7 @@ def messages(group: dist.ProcessGroup) -> tuple[record.Record, list[float]]:
 
 def test_the_ranks_of_a_job_measure_their_link(ranks: RankPool) -> None:
     (first, times), *others = ranks(3).run(messages)
-    assert [(row["world"], row["nbytes"], row["link"]) for row in first.rows] == [
-        (3, n, "torchrun") for n in (1000, 2000)
-    ]
+    assert [(row["world"], row["nbytes"]) for row in first.rows] == [(3, 1000), (3, 2000)]
     assert min(times) > 0
     assert all(other == times for _, other in others)  # all ranks know the slowest one's
 
@@ -310,13 +308,8 @@ def test_names_of_schemes() -> None:
     pair = step.parse(" lloyd4:block=256/lloyd4@replica ", "fsdp2")
     assert pair == step.StepScheme("lloyd4:block=256/lloyd4@replica", "lloyd4:block=256", "lloyd4", True)
     assert [one.name for one in step.lineup(["int8", "bf16", "int8"])] == ["none", "bf16", "int8"]
-    for name, parallel in (
-        ("int9", "ddp"),
-        ("lloyd2@ef21", "ddp"),
-        ("int8/int8", "ddp"),
-        ("int8/int8@ef21", "fsdp2"),
-        ("auto", "fsdp2"),
-    ):
+    wrong = {"ddp": ("int9", "lloyd2@ef21", "int8/int8"), "fsdp2": ("int8/int8@ef21", "auto")}
+    for parallel, name in ((parallel, name) for parallel, names in wrong.items() for name in names):
         with pytest.raises(CodecError):
             step.parse(name, parallel)
 
@@ -329,16 +322,6 @@ def test_models(name: str, params: int) -> None:
     assert models.MODELS[name].blocks(network)
     inputs, targets = models.MODELS[name].batch(0)
     assert len(inputs) == len(targets)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_quick_run_of_steps(tmp_path: Path) -> None:
-    path = str(tmp_path / "step.json")
-    run = bench("step", "--quick", "--rounds", "1", "--codecs", "int8,lloyd2", "--json", path)
-    assert (run.exit_code, run.stderr) == (0, ""), run.output
-    rows = record.read(path).rows
-    assert all((row["numel"], row["world"], row["link"]) == (1_088_522, 2, "loopback") for row in rows)
-    check_steps(rows, "ddp", "int8,lloyd2")
 
 
 def check_steps(rows: list[record.Row], parallel: str, codecs: str) -> None:
@@ -395,8 +378,7 @@ def test_the_ranks_of_torchrun_measure_collectives(ranks: RankPool, tmp_path: Pa
         (["step", "--model", "resnet"], "'resnet' is not one of mlp-1m, mlp-25m"),
         (["step", "--codecs", "int8/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["link", "--world", "1,2"], "expected integers from 2 to 254, got '1'"),
-        (["codek"], "No such command 'codek'. The commands are link, collectives, step."),
-        (["step", "--swift"], "No such option: --swift (Possible options: --codecs"),
+        (["step", "--rounds", "0"], "Invalid value for '--rounds'"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import figures
 from thinwire.tools.advise import verdict
 from thinwire.tools.bench import record
-from thinwire.tools.bench.record import Interrupted, Record
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import demo as cli, training
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
+from thinwire.tools.report import kinds
 
 
 def call(*flags: str) -> Result:
@@ -30,7 +30,7 @@ def test_in_a_pipe(tmp_path: Path) -> None:
     assert (run.exit_code, run.stderr) == (0, ""), run.output
     assert "\x1b" not in run.stdout
     assert run.stdout.startswith("task gpt, world 2, ")
-    assert ", link loopback, params 21408, seeds 2, steps 3. gap: " in run.stdout
+    assert ", link loopback, params 21408, seeds 2, steps 3. over fp32, " in run.stdout
     assert "Loopback is faster than any network" in run.stdout
     rows = record.read(path).rows
     found = [(row["codec"], row["feedback"], row["bytes_from"]) for row in rows]
@@ -62,6 +62,15 @@ def test_one_seed_and_fp32_alone_give_no_verdict() -> None:
     alone = Record("train", found.conditions, found.rows[:1])
     for record_ in (few, alone):
         assert "No verdict: it needs a codec beside fp32, and two seeds or more." in shown_by(record_)
+
+
+def test_report_prints_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "GRIDS", {})  # without those of studies
+    path = str(figures.ROOT / "benchmarks" / "demo_1gbit.json")
+    _, *table = CliRunner().invoke(app, ["report", path]).stdout.splitlines()[:7]
+    assert " ".join(table[0].split()) == "scheme loss gap ± step ms over fp32 over bf16 kB fewer ×"
+    assert " ".join(table[4].split()) == "lloyd4 2.99 +0.0023 0.0073 46.0 1.09 0.987 132 7.6"
+    assert set(table) <= set(shown_by(figures.recorded("demo_1gbit.json")).splitlines())
 
 
 def shown_by(found: Record) -> str:
@@ -97,24 +106,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_ctrl_c_before_the_first_codec_is_finished(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*arguments: Any, **named: Any) -> Record:
-        raise Interrupted(Record("train", record.conditions(torch.device("cpu")), []))
-
-    monkeypatch.setattr(training, "run", run)
-    result = call("--json", "-")
-    assert result.exit_code == 130
-    assert record.loads(result.stdout).rows == []
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--codecs", "int9"], "unknown codec 'int9'"),
-        (["--world", "1"], "Invalid value for '--world'"),
         (["--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
-        (["--json", "no/such/x.json"], "cannot be written"),
-        (["--steps", "0"], "Invalid value for '--steps'"),
     ],
 )
 def test_bad_flags(flags: list[str], complaint: str, measured: None) -> None:

@@ -75,7 +75,7 @@ def test_a_kind_without_a_table_of_its_own_has_a_plain_one(monkeypatch: pytest.M
 def test_labels_that_are_the_same_everywhere_stand_in_the_title() -> None:
     rows = [{"verb": "all_reduce", "codec": codec, "world": 2, "link": "1gbit", "ms_p50": 1.0} for codec in ("a", "b")]
     (grid,) = kinds.grids(a_record("collectives", *rows))
-    assert grid.title == "verb all_reduce, world 2, link 1gbit"
+    assert grid.title == "verb all_reduce, world 2, link 1gbit. over fp32, over bf16: speedup over torch's own"
     assert (grid.header, grid.labels) == (["codec", "ms"], 1)
 
 

@@ -92,8 +92,3 @@ def _scaled(value: float, units: dict[str, float]) -> str:
     unit, size = next(((name, size) for name, size in units.items() if value >= size), [*units.items()][-1])
     shown = value / size
     return f"{shown:,.0f} {unit}" if shown >= 1000 else f"{shown:.3g} {unit}"
-
-
-def mebibytes(count: int) -> str:
-    """As DDP's bucket_cap_mb counts them, with a decimal where there is one."""
-    return f"{count / 2**20:.1f}".removesuffix(".0")

@@ -170,10 +170,9 @@ def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
     else:
         yield f"Safe: {choice.safe.name}, {choice.speedup(choice.safe)}. {loss_text(job, choice.safe)}."
         yield f"    {choice.safe.code}"
-    if choice.faster is not None:
-        speedup = f"{choice.speedup(choice.faster)}; check the loss"
-        yield f"Faster: {choice.faster.name}, {speedup}. {loss_text(job, choice.faster)}."
-        yield f"    {choice.faster.code}"
+    if (way := choice.faster) is not None:
+        yield f"Faster: {way.name}, {choice.speedup(way)}; check the loss. {loss_text(job, way)}."
+        yield f"    {way.code}"
 
 
 def loss_text(job: TrainingJob, way: Way) -> str:
@@ -215,7 +214,7 @@ def _notes(
         return
     buckets = by_way[choice.best].bucket_bytes
     if choice.compress and job.parallel == model.DDP and buckets != model.BUCKET_BYTES:
-        yield f"Note: predicted for DDP(bucket_cap_mb={units.mebibytes(buckets)})."
+        yield f"Note: predicted for DDP(bucket_cap_mb={buckets / 2**20:.4g})."
     if job.learns < FEW * job.params:
         sent = units.nbytes(by_way[choice.plain].bytes)
         yield f"Note: {100 * job.learns / job.params:.2g} % of the weights learn, so a rank sends {sent} per step."

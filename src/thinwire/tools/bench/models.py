@@ -24,10 +24,6 @@ def loss_of(network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
     return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
-def size_of(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 class Transformer(nn.Module):
     """Pre-norm, causal attention; positions are learned; tied: the head has the weights of the letters."""
 

@@ -252,8 +252,8 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     for name, replica in replicas.items():  # one after the other: an automatic codec times its own steps in a row
         for _ in range(replica.scheme.settled):
             calls[name]()
-        size, digest = models.size_of(replica.model), timing.digest(replica.shared())
-        samples[name] = StepSample(params=size, digest=digest, feedback=replica.feedback)
+        params = sum(parameter.numel() for parameter in replica.model.parameters())
+        samples[name] = StepSample(params=params, digest=timing.digest(replica.shared()), feedback=replica.feedback)
 
     def sent(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None

@@ -175,7 +175,7 @@ def _grid(found: Verdict, job: TrainingJob) -> TextGrid:
         measured = "–" if way.is_exact and way.loss is None else "not measured"
         loss = measured if way.loss is None else str(way.loss).removesuffix(" nats")
         sizes = [units.nbytes(one.bytes), units.nbytes(one.bytes_across)]
-        sizes += [f"{units.mebibytes(one.bucket_bytes)} MiB" for _ in buckets]
+        sizes += [f"{one.bucket_bytes / 2**20:.4g} MiB" for _ in buckets]
         rows.append([way.name, units.duration(one.step_s), *(way.range(other) for other in others), loss, *sizes])
     return TextGrid("Predicted, the fastest first", header, rows)
 

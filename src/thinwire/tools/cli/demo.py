@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from thinwire.errors import CodecError, RecordError
-from thinwire.tools import recommend
+from thinwire.tools import pairs, recommend
 from thinwire.tools.advise import verdict
 from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.bench import step
@@ -18,14 +18,24 @@ from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import link as links
 from thinwire.tools.local.link import LinkError, ShapedLink
 from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
-from thinwire.tools.report import kinds, tables
-from thinwire.tools.report.cells import number, text
+from thinwire.tools.report import tables
+from thinwire.tools.report.cells import Column, TextGrid, fixed, grid, number, scaled, significant, text
+from thinwire.tools.report.kinds import SPEEDUPS, texts
 
 CODECS = f"Beside the uncompressed run; default {','.join(training.CODECS)}. Also auto. bf16 is torch's hook."
 STEPS = f"Per run; default {training.DemoPlan.steps}, quick {training.QUICK.steps}."
 LINK = "A shaped link for every rank, or loopback; default 1gbit where network namespaces work, else loopback."
 LOOPBACK = "loopback"
 USUAL = "1gbit"
+LABELS = texts("task", "world", "cores", "link", "params", "seeds", "steps", "scheme")
+COLUMNS = (
+    *(*LABELS, Column("loss", "loss", significant)),
+    Column("gap", "val_gap_nats", fixed(4, "+"), "loss less fp32's of the same seed, in nats"),
+    Column("±", "half", fixed(4), "half of its 95 % interval"),
+    *(Column("step ms", "step_ms", significant), *SPEEDUPS),
+    Column("kB", "bytes_per_step", scaled(1e-3), "sent per rank and step, torch's own on loopback by formula"),
+    Column("fewer ×", "fewer", fixed(1)),
+)
 
 
 def command(
@@ -73,11 +83,23 @@ def show(record: Record, console: Console) -> None:
     """Print what was measured, and the verdict."""
     if not record.rows:
         return
-    for grid in kinds.trained(record.rows):
-        tables.show_grid(grid, console)
+    for laid in grids(record.rows):
+        tables.show_grid(laid, console)
     for line in _verdict(record):
         console.print(line)
     console.print("For your own model, ranks and links: thinwire advise.")
+
+
+def grids(rows: Sequence[Row]) -> list[TextGrid]:
+    """The table of a record of kind "train"."""
+    sent = number(rows[0]["bytes_per_step"])
+    shown: list[Row] = []
+    for row in rows:
+        seeds, own = (number(row[name]) for name in ("seeds", "bytes_per_step"))
+        half = number(row.get("val_gap_error"), pairs.t95(int(seeds) - 1)) if seeds and seeds > 1 else None
+        fewer = sent / own if sent and own else None
+        shown.append({**row, "scheme": recommend.scheme_of(row), "half": half or None, "fewer": fewer})
+    return [grid("", shown, COLUMNS, len(LABELS), "over fp32, over bf16: speedup over torch's own")]
 
 
 def _verdict(record: Record) -> Iterator[str]:

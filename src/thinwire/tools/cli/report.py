@@ -8,7 +8,7 @@ import typer
 from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import tables
+from thinwire.tools.report import kinds, tables
 from thinwire.tools.report.cells import text
 
 
@@ -25,6 +25,10 @@ def command(
     """
     with screen.usage_errors("FILE", RecordError):
         records = [record.read(path) for path in files]
+    if any(found.kind == "train" for found in records):
+        from thinwire.tools.cli import demo  # with torch, which other records do without
+
+        kinds.GRIDS.setdefault("train", demo.grids)
     for place, (file, found) in enumerate(zip(files, records, strict=True)):
         if place:
             typer.echo()

@@ -183,7 +183,8 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
     replica.close()
     del replica
     gc.collect()  # DDP and its hooks refer to each other
-    return Trained(judged, timing.digest(network.parameters()), feedback, models.size_of(network))
+    params = sum(parameter.numel() for parameter in network.parameters())
+    return Trained(judged, timing.digest(network.parameters()), feedback, params)
 
 
 def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:

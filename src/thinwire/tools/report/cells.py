@@ -44,10 +44,7 @@ class Column:
 
 
 def grid(what: str, rows: Sequence[Row], columns: Sequence[Column], labels: int, how: str = "") -> TextGrid:
-    """A line per row. Labels that are the same in every row go into the title; empty columns are left out.
-
-    The title explains the columns that are shown and say what they mean.
-    """
+    """A line per row, without empty columns. Labels that all rows share go into the title, and what columns mean."""
     named = columns[:labels]
     same = [one for one in named if len(rows) > 1 and len(distinct(rows, one.name)) == 1]
     shared = ", ".join(f"{one.header} {one.cell(rows[0])}" for one in same if rows[0].get(one.name) is not None)

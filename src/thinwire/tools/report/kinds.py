@@ -5,7 +5,6 @@ Kinds that are not listed, such as those of the studies in benchmarks/, get a pl
 
 from collections.abc import Callable, Sequence
 
-from thinwire.tools import pairs, recommend
 from thinwire.tools.bench.record import CURVE, Record, Row, Value
 from thinwire.tools.report.cells import (
     Column,
@@ -13,7 +12,6 @@ from thinwire.tools.report.cells import (
     distinct,
     fixed,
     grid,
-    number,
     percent,
     scaled,
     scientific,
@@ -22,10 +20,7 @@ from thinwire.tools.report.cells import (
 )
 
 MS = (Column("ms", "ms_p50", significant), Column("p20", "ms_p20", significant), Column("p80", "ms_p80", significant))
-SPEEDUPS = (
-    Column("over fp32", "speedup_plain", significant, "speedup over torch's own"),
-    Column("over bf16", "speedup_bf16", significant, "the same over torch's bf16"),
-)
+SPEEDUPS = (Column("over fp32", "speedup_plain", significant), Column("over bf16", "speedup_bf16", significant))
 
 
 def texts(*names: str) -> tuple[Column, ...]:
@@ -35,7 +30,7 @@ def texts(*names: str) -> tuple[Column, ...]:
 # By kind: the title, the columns, and how many of them are labels. A column that no row fills is left out.
 TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
     "collectives": (
-        "",
+        "over fp32, over bf16: speedup over torch's own",
         (
             *texts("verb", "model", "codec", "algorithm", "connections"),
             *texts("feedback", "world", "nodes", "link", "numel"),
@@ -50,19 +45,6 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
             *texts("identical"),
         ),
         10,
-    ),
-    "demo": (
-        "",
-        (
-            *(*texts("task", "world", "cores", "link", "params", "seeds", "steps", "scheme"),),
-            Column("loss", "loss", significant),
-            Column("gap", "val_gap_nats", fixed(4, "+"), "loss less fp32's of the same seed, in nats"),
-            Column("±", "half", fixed(4), "half of the 95 % interval of the gap"),
-            *(Column("step ms", "step_ms", significant), *SPEEDUPS),
-            Column("kB", "bytes_per_step", scaled(1e-3), "sent per rank and step, torch's own on loopback by formula"),
-            Column("fewer ×", "fewer", fixed(1), "bytes of fp32 over these"),
-        ),
-        8,
     ),
     "loss": (
         "delta: validation loss less fp32's of the same seed, in nats; low, high: its 95 % interval; more tokens: what "
@@ -85,25 +67,11 @@ TABLES: dict[str, tuple[str, tuple[Column, ...], int]] = {
 }
 
 
-def trained(rows: Sequence[Row]) -> list[TextGrid]:
-    """What `thinwire demo` prints of a record of kind "train"."""
-    sent = number(rows[0]["bytes_per_step"])
-    shown: list[Row] = []
-    for row in rows:
-        seeds, own = (number(row[name]) for name in ("seeds", "bytes_per_step"))
-        half = number(row.get("val_gap_error"), pairs.t95(int(seeds) - 1)) if seeds and seeds > 1 else None
-        fewer = sent / own if sent and own else None
-        shown.append({**row, "scheme": recommend.scheme_of(row), "half": half or None, "fewer": fewer})
-    return [table("demo", shown)]
-
-
-# Kinds whose tables are more than a list of columns.
-GRIDS: dict[str, Callable[[Sequence[Row]], list[TextGrid]]] = {"train": trained}
+GRIDS: dict[str, Callable[[Sequence[Row]], list[TextGrid]]] = {}  # kinds whose tables are more than a list of columns
 
 
 def grids(record: Record) -> list[TextGrid]:
-    rows = record.rows
-    if not rows:
+    if not (rows := record.rows):
         return [TextGrid(f"{record.kind}: no rows", [], [])]
     if record.kind in GRIDS:
         return GRIDS[record.kind](rows)
