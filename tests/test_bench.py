@@ -370,7 +370,6 @@ def test_the_ranks_of_torchrun_measure_collectives(ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["collectives", "--world", "1"], "expected integers from 2 to 254, got '1'"),
         (["collectives", "--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
         (["collectives", "--verbs", "gossip"], "'gossip' is not one of all_reduce, reduce_scatter_tensor"),
         (["collectives", "--codecs", "auto,int9"], "unknown codec 'int9'"),

@@ -214,14 +214,6 @@ def test_doctor_fails_on_an_interface_that_is_not_there(monkeypatch: pytest.Monk
     assert broken.endswith("there is no nowhere0 here: unset it, or name one of lo, somewhere0")
 
 
-@pytest.mark.usefixtures("few_codecs")
-def test_doctor_says_what_optional_parts_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    result = call("doctor")
-    assert result.exit_code == 0
-    assert "shaped links         not here; --link puts every rank into a network namespace" in result.stdout
-
-
 # --- completion -------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def shown_by(found: Record) -> str:
     return file.getvalue()
 
 
-def test_a_link_is_shaped_where_that_works(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_shaped_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     found = figures.recorded("demo.json")
     monkeypatch.setattr(training, "run", lambda *given, **named: asked.append(given[3]) or found)
@@ -92,28 +92,5 @@ def test_a_link_is_shaped_where_that_works(measured: None, monkeypatch: pytest.M
 
     monkeypatch.setattr(links, "hosts", refuse)
     assert call().exit_code == call("--link", "loopback").exit_code == 0
+    assert call("--codecs", "int9").exit_code == call("--link", "fast").exit_code == 2
     assert [link and str(link) for link in asked] == ["1gbit", None, None]
-
-
-# --- flags --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that takes no time, in a directory of its own."""
-    found = figures.recorded("demo.json")
-    monkeypatch.setattr(training, "run", lambda *arguments, **named: found)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--codecs", "int9"], "unknown codec 'int9'"),
-        (["--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
-    ],
-)
-def test_bad_flags(flags: list[str], complaint: str, measured: None) -> None:
-    result = call(*flags)
-    assert result.exit_code == 2
-    assert complaint in " ".join(result.stderr.split())

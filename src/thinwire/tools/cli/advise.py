@@ -69,7 +69,7 @@ def command(
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
     cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Decides losses, its memory, and feedback below 8 bits.")] = (
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose losses count; feedback below 8 bits, memory.")] = (
         Optimizer.adam
     ),
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,

@@ -29,7 +29,9 @@ app = typer.Typer(
 FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18."
 VERBS = f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."
 CALL_CODECS = f"Codecs, auto, plain; default {','.join(collectives_bench.CODECS)}."
-STEP_CODECS = "Codecs, auto; of fsdp2 pairs; default {}, fsdp2 {}.".format(*map(",".join, step_bench.CODECS.values()))
+STEP_CODECS = "Codecs, auto; with fsdp2 also pairs; default {}, with fsdp2 {}.".format(
+    *map(",".join, step_bench.CODECS.values())
+)
 MODEL = f"Among {', '.join(MODELS)}; default mlp-25m, on GPUs gpt-124m, quick mlp-1m."
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2"])
 Worlds = Annotated[Words, option("Numbers of ranks, each measured.", "N,M")]
