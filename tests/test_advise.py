@@ -368,17 +368,24 @@ def test_diloco_counts_sites() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("7B --world 2 --inter 1gbit", "take 140 GB of a rank, more than 80 GB; with --parallel fsdp2 58.5 GB."),
-        ("7B --world 2 --inter 1gbit --parallel diloco --optimizer sgd", "sgd's state in fp32 take 196 GB of a rank"),
-        ("80B --world 2 --inter 1gbit --parallel fsdp2", "take 653 GB of a rank, more than 80 GB."),
-        (f"7B --world 64 {NODES} --inter 1gbit", "with --parallel hsdp 16.5 GB."),
+        ("--params 7B --world 2 --inter 1gbit --step 2s", "Does not fit: a rank needs 140 GB of weights"),
+        ("--params 7B --world 2 --inter 1gbit --step 2s --parallel diloco", "Does not fit: a rank needs 224 GB"),
+        ("--params 8B --world 2 --inter 1gbit --step 2s --parallel fsdp2", "20 GB of activations (assumed"),
+        (f"--params 7B --world 64 {NODES} --inter 1gbit --step 2s", "Try --parallel hsdp: 16"),
     ],
 )
-def test_what_does_not_fit_gets_a_note(line: str, said: str) -> None:
-    result = call(f"--params {line} --step 2s")
+def test_what_does_not_fit_gets_no_advice(line: str, said: str) -> None:
+    result = call(line)
     assert result.exit_code == 0
-    assert said in result.stdout.splitlines()[-1]
-    assert "of a rank" not in call(f"--params {line} --step 2s --memory 1TB").stdout
+    assert said in result.stdout
+    assert "Safe" not in result.stdout
+    assert call(f"{line} --memory 640GB").stdout.count("Does not fit") == 0
+
+
+def test_activations_count() -> None:
+    line = "--params 8B --world 2 --inter 1gbit --step 2s --parallel fsdp2"
+    assert "Does not fit" not in call(f"{line} --activations 10GB").stdout
+    assert "Does not fit" in call(f"{line} --activations 15GB").stdout
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

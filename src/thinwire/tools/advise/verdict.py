@@ -22,6 +22,7 @@ from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.recommend import GAIN, Loss, Recommendation, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
+ACTIVATIONS = 0.25  # of a rank's memory, where they are not given
 FEW = 0.1  # a trainable share below this gets a hint
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Losses = Mapping[str, Loss]  # by name of the scheme
@@ -104,6 +105,7 @@ def judge(
     losses: Losses | None = None,
     buckets: Sequence[int] = BUCKETS,
     memory: float | None = None,
+    activations: float | None = None,
 ) -> Verdict:
     """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
@@ -116,9 +118,9 @@ def judge(
     by_way = {_way(one, job, cluster, measured): one for one in ordered}
     choice = recommend.choose(list(by_way))
     needs = model.state_bytes(job, cluster)
-    lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
-    if memory is not None and needs > memory:
-        lines += [_too_large(job, cluster, needs, memory)]
+    lines = _too_large(job, cluster, needs, memory, activations)
+    if not lines:
+        lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
     ranked = dict(sorted(by_way.items(), key=lambda pair: pair[1].step_s))
     return Verdict(ranked, choice, needs, tuple(lines))
 
@@ -150,14 +152,24 @@ def _with_best_buckets(
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
 
 
-def _too_large(job: TrainingJob, cluster: Cluster, needs: float, memory: float) -> str:
-    """A note that the job, trained in fp32, does not fit, and which way of sharing it would."""
-    what = f"weights, gradients and {job.optimizer}'s state in fp32 take {units.nbytes(needs)} of a rank"
+def _too_large(
+    job: TrainingJob, cluster: Cluster, needs: float, memory: float | None, activations: float | None
+) -> list[str]:
+    """Why the job does not fit, and what would; [] where it fits."""
+    if memory is None:
+        return []
+    kept = ACTIVATIONS * memory if activations is None else activations
+    if needs + kept <= memory:
+        return []
+    assumed = " (assumed: --activations says otherwise)" if activations is None else ""
+    size, left, have = map(units.nbytes, (needs, kept, memory))
+    lines = [f"Does not fit: a rank needs {size} of weights, gradients and optimizer state and {left} of activations"]
+    lines[0] += f"{assumed}, and has {have}."
     for other in (model.HSDP, model.FSDP2):
         less = model.state_bytes(replace(job, parallel=other), cluster)
-        if other != job.parallel and less < memory and (other == model.FSDP2 or cluster.has_levels):
-            return f"Note: {what}, more than {units.nbytes(memory)}; with --parallel {other} {units.nbytes(less)}."
-    return f"Note: {what}, more than {units.nbytes(memory)}."
+        if other != job.parallel and less + kept <= memory and (other == model.FSDP2 or cluster.has_levels):
+            return [*lines, f"Try --parallel {other}: {units.nbytes(less)}, and activations."]
+    return [*lines, "Use more ranks, fewer trainable parameters (--trainable) or offloading."]
 
 
 def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:

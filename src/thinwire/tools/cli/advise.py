@@ -64,6 +64,7 @@ def command(
     parallel: Annotated[Parallel, typer.Option(help="How ranks share the work.")] = Parallel.ddp,
     trainable: Annotated[Whole, _option(units.count, "N", "Parameters that learn (LoRA): 21M; default all.")] = None,
     memory: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default 80GB, on the CPU no limit.")] = None,
+    activations: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default a quarter of --memory.")] = None,
     every: Annotated[Whole, typer.Option(min=1, metavar="N", help="DiLoCo: steps between rounds; default 30.")] = None,
     latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
@@ -126,6 +127,7 @@ def command(
         losses=found,
         buckets=(bucket,) if bucket else verdict.BUCKETS,
         memory=memory or (MEMORY if on_gpu else None),
+        activations=activations,
     )
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
