@@ -15,11 +15,15 @@ ranks and one for odd, so that the ranks of a world differ in their hash seeds, 
 is walked on the way to a collective would show. A test module whose ranks need more than torch, and slow to import,
 names it in RANKS_IMPORT: the fork servers then import it once, for all ranks.
 
+[Note: Two test processes] The fork servers serve the process that runs tests beside, too (tests/beside.py), which has
+worlds of its own; one asks at a time. A rank has the priority of the process that asked for it.
+
 Results and arguments are pickled by value. Warnings are errors in the ranks. A call that overruns its limit kills the
 ranks of its world; the next call starts new ones.
 """
 
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -78,10 +82,14 @@ class RankPool:
         """Ranks of their own, for a call that loses one (`lost`), after which all of them end."""
         return World(world, self._servers)
 
-    def close(self) -> None:
-        """End all ranks."""
+    def end(self) -> None:
+        """End the ranks of this process."""
         for world in self._worlds.values():
             world.close()
+
+    def close(self) -> None:
+        """End the ranks and the fork servers."""
+        self.end()
         for server in self._servers:
             server.close()
 
@@ -92,6 +100,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_S)
+        self._turn = tempfile.TemporaryFile()  # noqa: SIM115, whoever has locked it may ask
         alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers in every rank
         environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **alone}
         with theirs:
@@ -112,7 +121,7 @@ class ForkServer:
         ours, theirs = Pipe()
         log = folder / f"rank{number}.log"
         with theirs, log.open("wb") as out:
-            pid = self._ask([number, size, str(folder / "store")], theirs.fileno(), out.fileno())
+            pid = self._ask([number, size, str(folder / "store"), os.nice(0)], theirs.fileno(), out.fileno())
         return _Rank(number, pid, ours, log, self)
 
     def status(self, pid: int) -> int | None:
@@ -126,8 +135,12 @@ class ForkServer:
         self._process.communicate()
 
     def _ask(self, question: Any, *handles: int) -> Any:
-        socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
-        answer = self._channel.recv(64)
+        fcntl.lockf(self._turn, fcntl.LOCK_EX)
+        try:
+            socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
+            answer = self._channel.recv(64)
+        finally:
+            fcntl.lockf(self._turn, fcntl.LOCK_UN)
         if not answer:
             raise RuntimeError(f"a process that forks ranks died with exit status {self._process.wait()}")
         return json.loads(answer)
@@ -296,9 +309,10 @@ def _import(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int, log: int) -> int:
+def _fork(channel: socket.socket, number: int, size: int, store: str, niceness: int, pipe: int, log: int) -> int:
     pid = os.fork()
     if pid == 0:
+        os.nice(niceness - os.nice(0))
         channel.close()
         for stream in (1, 2):
             os.dup2(log, stream)
