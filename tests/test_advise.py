@@ -83,24 +83,6 @@ def test_what_is_no_unit(parse: Any, text: str, said: str) -> None:
 # --- machines and clusters --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "like"),
-    [("int6", "int8"), ("int3", "int4"), ("lloyd3", "lloyd4"), ("lloyd2:block=64", "lloyd2"), ("fp16", "bf16")],
-)
-def test_a_codec_without_figures_has_those_of_the_most_like(spec: str, like: str) -> None:
-    assert RECORDED_ON.speed(codec(spec)) == RECORDED_ON.codecs[like]
-
-
-def test_ranks_share_cores() -> None:
-    alone, two, four = (RECORDED_ON.shared(ranks, 2) for ranks in (1, 2, 4))
-    int8 = BlockInt(8)
-    assert (alone.cores, two.cores, four.cores) == (2, 1, 1)
-    assert two.speed(int8).encode == pytest.approx(1.1 * alone.speed(int8).encode)
-    assert four.speed(int8).encode == pytest.approx(2.8 * alone.speed(int8).encode)
-    assert four.message_s == 2 * alone.message_s
-    assert GPU.shared(8, 1).codecs == GPU.codecs
-
-
 def test_only_tcp_has_headers_of_tcp() -> None:
     rate = units.rate("25gbit")
     assert LinkModel.of_rate(rate, 0.0, "nccl").bytes_per_s == pytest.approx(PAYLOAD * rate)
@@ -114,27 +96,6 @@ def test_nccl_sums_in_a_tree_where_that_is_sooner() -> None:
     assert Cluster(64, 8, slow, fast, "gloo").sum_latency_s == pytest.approx(126 * 1e-5)
     assert Cluster(2, 1, slow).sum_latency_s == pytest.approx(2e-5)
     assert Cluster(64, 8, slow, fast).ring_s == pytest.approx(7 * 1e-5 + 56 * 3e-6)
-
-
-@pytest.mark.parametrize(
-    ("shown", "text"),
-    [
-        (units.amount(7e9), "7 B"),
-        (units.amount(124_475_904), "124 M"),
-        (units.amount(52), "52"),
-        (units.duration(1200.0), "20 min"),
-        (units.duration(1.2), "1.2 s"),
-        (units.duration(90.0), "90 s"),
-        (units.duration(0.0), "0 us"),
-        (units.duration(2e-5), "20 us"),
-        (units.duration(3 * 3600), "3 h"),
-        (units.nbytes(26e9), "26 GB"),
-        (units.bits(25e9 / 8), "25 Gbit/s"),
-        (units.bits(4e11), "3.2 Tbit/s"),
-    ],
-)
-def test_quantities_are_shown_with_units(shown: str, text: str) -> None:
-    assert shown == text
 
 
 # --- the formula and the records --------------------------------------------------------------------------------------
@@ -368,12 +329,6 @@ def test_what_does_not_fit_gets_no_advice(line: str, said: str) -> None:
     assert call(f"{line} --memory 640GB").stdout.count("Does not fit") == 0
 
 
-def test_activations_count() -> None:
-    line = "--params 8B --world 2 --inter 1gbit --step 2s --parallel fsdp2"
-    assert "Does not fit" not in call(f"{line} --activations 10GB").stdout
-    assert "Does not fit" in call(f"{line} --activations 15GB").stdout
-
-
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
@@ -527,15 +482,6 @@ def test_two_answers_come_first_and_the_table_behind_all() -> None:
     assert "Predicted, the fastest first" not in result.stdout
     assert "Predicted, the fastest first" in call(f"{LARGE} --all").stdout
     assert "0.26 % of the weights learn" in call(CASES["LoRA"][0]).stdout
-
-
-def test_json_is_json_alone() -> None:
-    found = json.loads(call(f"{LARGE} --json").stdout)
-    assert set(found) == {"job", "cluster", "machine", "state_bytes", "schemes", "advice"}
-    assert found["advice"]["safe"]["how"].startswith("thinwire.compress_ddp(")
-    for scheme in found["schemes"]:
-        low, high = scheme["speedup_range"]
-        assert low <= scheme["speedup"] <= high
 
 
 def test_flags_change_the_prediction() -> None:

@@ -177,17 +177,6 @@ def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPat
     assert "1 of 40 results differ from the reference, the first: recode int8; set THINWIRE_BACKEND=reference" in line
 
 
-def test_doctor_compares_few_kernels_that_have_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "names", lambda: ("int2",))
-    monkeypatch.setattr(selftest, "OPTIONS", ())
-    monkeypatch.setattr(checkup, "BACKENDS", {"card": reference})
-    monkeypatch.setattr(checkup, "_native", lambda: iter(()))
-    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
-    line = next(line for line in call("doctor").stdout.splitlines() if "card self-test" in line)
-    compared, _ = selftest.differences(reference, torch.device("cpu"), few=True)
-    assert line.split(maxsplit=3)[-1] == f"{compared} results have the bytes of the reference (of int8 and lloyd4)"
-
-
 @pytest.mark.usefixtures("few_codecs")
 @pytest.mark.parametrize(("there", "status", "mark"), [(False, 0, "–"), (True, 1, "✗")])
 def test_doctor_tells_unbuilt_kernels_from_broken_ones(
@@ -212,14 +201,6 @@ def test_doctor_fails_on_an_interface_that_is_not_there(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     (broken,) = (line for line in result.stdout.splitlines() if line.startswith("✗"))
     assert broken.endswith("there is no nowhere0 here: unset it, or name one of lo, somewhere0")
-
-
-@pytest.mark.usefixtures("few_codecs")
-def test_doctor_says_what_optional_parts_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    result = call("doctor")
-    assert result.exit_code == 0
-    assert "shaped links         not here; --link puts every rank into a network namespace" in result.stdout
 
 
 # --- completion -------------------------------------------------------------------------------------------------------

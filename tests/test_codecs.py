@@ -227,17 +227,6 @@ def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
 
 
 @each_codec
-def test_decode_sum_scales_the_sum(codec: Codec) -> None:
-    n = 1003
-    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
-    for scale in (0.25, -2.0):  # exact, wherever it is applied
-        cases.assert_same(cases.summed(codec, wires_WN, n, scale=scale), cases.summed(codec, wires_WN, n) * scale)
-    third = cases.summed(codec, wires_WN, n, scale=1 / 3)
-    want = cases.summed(codec, wires_WN, n) / 3
-    assert ((third - want).abs() <= 4 * ROUND * want.abs()).all()
-
-
-@each_codec
 @over("scale", [1.0, 1 / 3])
 def test_recode_is_encode_of_the_sum(codec: Codec, scale: float) -> None:
     n = 1024

@@ -89,22 +89,6 @@ def test_rounds_are_those_of_the_reference(ranks: RankPool, world: int, way: str
     assert not torch.equal(expected[0], flat(list(network().parameters())))
 
 
-def synchronous(group: Group) -> tuple[Tensor, Tensor]:
-    """One step per round and a plain outer step of 1 is data parallelism; the same by DDP."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    DiLoCo(model, optimizer, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
-    learn(model, optimizer, group.rank(), range(4))
-    usual = DistributedDataParallel(network())
-    learn(usual, torch.optim.SGD(usual.parameters(), RATE), group.rank(), range(4))
-    return flat(list(model.parameters())), flat(list(usual.parameters()))
-
-
-def test_a_round_per_step_is_data_parallelism(ranks: RankPool) -> None:
-    for got, want in ranks(2).run(synchronous):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 def in_fp64(group: Group) -> tuple[float, float]:
     """How far a model in fp64 is from where it began, and after a round from where the ranks' mean is."""
     model = nn.Linear(40, 40).double()

@@ -9,8 +9,7 @@ import inspect
 import math
 import pickle
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -360,39 +359,6 @@ def test_the_stateful_hook_runs_in_sixteen_bits(group: Group) -> list[str]:
     for step, got in enumerate(found):
         assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
     return [digest(g) for got in found for g in got if g is not None]
-
-
-def power_gradients(group: Group, wrapper: Callable[[Any], Any]) -> list[Tensor]:
-    inner = wrapper(powerSGD_hook.powerSGD_hook)
-    held: list[Future[Tensor]] = []
-
-    def hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # torch's own, too, under an innocent name
-        held.append(inner(state, bucket))
-        return held[-1]
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(32, 24))
-    with warnings.catch_warnings(), patch.object(torch.cuda, "is_available", return_value=False):
-        warnings.simplefilter("ignore")  # PowerSGD speaks of its own settings, and where there is a GPU refuses a CPU
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        model.register_comm_hook(state, hook)
-        grads = []
-        for step in range(4):
-            model.zero_grad()
-            model(torch.randn(8, 32, generator=seeded(group.rank(), step))).square().sum().backward()
-            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*grads, *(future.value() for future in held)]
-
-
-@pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_power_sgd_runs_in_sixteen_bits(ranks: RankPool, kind: str) -> None:
-    """Gradients as torch's wrapper gives them, and a future in the bucket's dtype, which torch's is not."""
-    ours, theirs = (
-        ranks(2).run(power_gradients, getattr(module, f"{kind}_compress_wrapper")) for module in (hooks, default_hooks)
-    )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert [digest(g) for g in mine[:8]] == [digest(g) for g in other[:8]]
-        assert all(g.dtype == torch.float32 for g in mine)
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
