@@ -22,8 +22,8 @@ from programs import WAIT_S, kill
 
 # Their ranks import, compile or train for long, and none of their tests has a deadline.
 MODULES = (
-    *("test_accelerate", "test_compile", "test_examples", "test_functional", "test_group_clients", "test_handles"),
-    *("test_lightning", "test_programs", "test_readme", "test_rehearse", "test_trainer"),
+    *("test_accelerate", "test_compile", "test_examples", "test_group_clients", "test_lightning", "test_readme"),
+    *("test_rehearse", "test_trainer"),
 )
 
 
@@ -46,7 +46,7 @@ class Beside:
         self.items = [item for item in session.items if is_beside(item)]
         session.items[:] = [item for item in session.items if not is_beside(item)]
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-beside-")
-        self._reports, self._log = (Path(self._folder.name) / name for name in ("reports.jsonl", "log"))
+        self._file, self._log = (Path(self._folder.name) / name for name in ("reports.jsonl", "log"))
         self._pid = 0
 
     def __len__(self) -> int:
@@ -58,9 +58,9 @@ class Beside:
         capture.stop_global_capturing()  # or both processes would write to one file
         with warnings.catch_warnings(action="ignore"):  # of threads: numpy has one, at rest
             self._pid = os.fork()
+        os.setpgid(self._pid, 0)  # of the child, by whoever comes first
         if self._pid == 0:
-            os.setpgid(0, 0)
-            os.nice(10)
+            os.nice(5)  # programs have 10
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -70,7 +70,7 @@ class Beside:
     def run(self, last: Callable[[], None]) -> None:
         """In the child: run the tests, write their reports, do what is last, and exit."""
         try:
-            with self._reports.open("w") as self._out:
+            with self._file.open("w") as self._out:
                 self._config.pluginmanager.register(self)
                 for item, following in zip(self.items, [*self.items[1:], None], strict=True):
                     self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -83,14 +83,14 @@ class Beside:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         print(json.dumps(data), file=self._out)
 
-    def tell(self) -> Iterator[pytest.TestReport]:
-        """Every report, once all have come."""
+    def reports(self) -> Iterator[pytest.TestReport]:
+        """Wait for the child; its reports."""
         deadline = time.monotonic() + WAIT_S
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.02)
         kill(self._pid)
         hook = self._config.hook
-        lines = self._reports.read_text().splitlines() if self._reports.exists() else []
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
         reports = [hook.pytest_report_from_serializable(config=self._config, data=json.loads(line)) for line in lines]
         missing = {item.nodeid for item in self.items} - {report.nodeid for report in reports}
         if missing:
@@ -99,6 +99,7 @@ class Beside:
         yield from reports
 
     def close(self) -> None:
-        """End the child, if nobody waited for it."""
-        kill(self._pid)
+        """Kill the child, if it still runs."""
+        if self._pid:
+            kill(self._pid)
         self._folder.cleanup()

@@ -61,7 +61,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what tests will wait for: the tests beside, programs, and what forks ranks."""
+    """Start the tests beside, the programs, and the processes that fork ranks."""
     if session.config.option.collectonly:
         return
     stash = session.config.stash
@@ -87,17 +87,17 @@ def _start_forkserver(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """After the tests here come the reports of those beside."""
+    """Repeat the reports of the tests beside after the tests here."""
     left = session.config.stash.get(BESIDE, None)
     session.testscollected += len(left or ())
     result = yield
-    for report in left.tell() if left else ():
+    for report in left.reports() if left else ():
         session.config.hook.pytest_runtest_logreport(report=report)
     return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the ranks, and what no test came to wait for."""
+    """Stop the ranks, the programs and the tests beside that still run."""
     for key in (PROGRAMS, BESIDE, RANKS):
         if key in session.config.stash:
             session.config.stash[key].close()
@@ -125,13 +125,13 @@ def restored_threads() -> Iterator[None]:
 
 @pytest.fixture
 def served() -> Iterator[None]:
-    """Where the C kernels were not built, the reference is asked for: that it stands in for them is warned of."""
+    """Ask for the reference where the C kernels were not built: standing in for them warns."""
     with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
         yield
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a benchmark starts from here are forked by a process that has imported what they need."""
+    """Fork the ranks that a benchmark starts from a process that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

@@ -30,17 +30,17 @@ TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program that ended leaves."""
+    """The results of a program that has ended."""
 
     status: int
     out: str
     err: str
     folder: Path  # in which it ran
-    alone: bool  # whether all that it started ended, too
+    alone: bool  # whether every process it started has ended, too
 
     @property
     def told(self) -> str:
-        """The end of what it wrote."""
+        """The status and the end of the output."""
         return f"status {self.status}\n{self.out[-6000:]}\n{self.err[-4000:]}"
 
 
@@ -59,7 +59,7 @@ class Programs:
         }
 
     def ended(self, name: str) -> Ended:
-        """The program of a test, once it has ended, or has been killed after WAIT_S."""
+        """Wait for the program of a test, and kill it after WAIT_S."""
         with suppress(TimeoutError):
             return self._ended[name].result(WAIT_S)
         if group := self._groups.get(name):
@@ -67,7 +67,7 @@ class Programs:
         return self._ended[name].result()
 
     def close(self) -> None:
-        """End those that nobody waits for any more."""
+        """Kill the programs that still run."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for group in list(self._groups.values()):
             kill(group)

@@ -69,7 +69,7 @@ class RankPool:
         self._servers = (ForkServer(), ForkServer())
 
     def imports(self, names: Iterable[str]) -> None:
-        """What the fork servers import, too; once, before the first call."""
+        """Name further modules for the fork servers to import; once, before the first call."""
         for server in self._servers:
             server.imports(names)
 
@@ -79,7 +79,7 @@ class RankPool:
         return self._worlds.setdefault(world, World(world, self._servers))
 
     def fresh(self, world: int) -> "World":
-        """Ranks of their own, for a call that loses one (`lost`), after which all of them end."""
+        """New ranks, for a call that loses one (`lost`), after which all of them end."""
         return World(world, self._servers)
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class ForkServer:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[handle])
 
     def imports(self, names: Iterable[str] = ()) -> None:
-        """What it imports beyond torch; from then on it can fork."""
+        """Name the modules it imports beyond torch; then it starts to fork."""
         told = self._process.stdin
         if told is not None and not told.closed:
             with suppress(BrokenPipeError), told:
@@ -251,7 +251,7 @@ class _Rank:
     status: int | None = None  # once it is known to have ended
 
     def send(self, call: bytes) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive tells
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive() reports it
             self.pipe.send_bytes(call)
 
     def receive(self) -> _Answer:
@@ -287,7 +287,7 @@ class _Rank:
 
 
 def serve_forks(channel: socket.socket) -> None:
-    """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
+    """Import what ranks need; then fork ranks and report their exit statuses on request, until the channel closes."""
     import torch
 
     without_cuda = torch.version.cuda is None
@@ -305,7 +305,7 @@ def serve_forks(channel: socket.socket) -> None:
 
 def _import(names: Iterable[str]) -> None:
     for name in names:
-        with suppress(ImportError):  # whoever needs it will tell
+        with suppress(ImportError):  # the test that needs it fails or skips
             importlib.import_module(name)
 
 
@@ -354,7 +354,7 @@ def serve_calls(number: int, size: int, pipe: Connection, store: str) -> None:
 
 
 def _tell_of_signals() -> None:
-    """Let faulthandler show stacks, anew before every call: frameworks set handlers of their own, and its are lost."""
+    """Register faulthandler again before every call: frameworks replace its signal handlers."""
     faulthandler.disable()
     faulthandler.enable()
     faulthandler.unregister(signal.SIGUSR1)
@@ -380,7 +380,7 @@ def _join(number: int, size: int, store: str) -> Any:
 
 
 def _end_groups(group: Any) -> None:
-    """End gloo groups that calls made: each keeps a thread that wakes a hundred times a second; there are hundreds."""
+    """Destroy the gloo groups of earlier calls: each has a thread that wakes a hundred times a second."""
     from torch.distributed.distributed_c10d import _world, destroy_process_group, get_backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
