@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Training:
-    """A model on given gradients, its optimiser and its compression."""
+    """A model on given gradients, its optimizer and its compression."""
 
     def __init__(self, group: Group, run: Run) -> None:
         self.group, self.run = group, run
@@ -63,7 +63,7 @@ class Training:
         return flat([p.double() if not p.is_complex() else p.abs().double() for p in self.model.parameters()])
 
     def save(self) -> State:
-        """Model and optimiser copied, as saving would; the handle's state as it is, to show if it still changes."""
+        """Model and optimizer copied, as saving would; the handle's state as it is, to show if it still changes."""
         rest = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {**copy.deepcopy(rest), "thinwire": self.handle.state_dict()}
 
@@ -126,8 +126,8 @@ RUNS: dict[str, list[Run]] = {
         Run({"codec": "lloyd1:block=64", "feedback": "classic", "exempt": "none"}, 2),
     ],
     "ef21": [Run({"codec": "lloyd2", "feedback": "ef21"}), Run({"codec": "lloyd1", "feedback": "ef21"}, 2)],
-    "by an optimiser that is seen": [Run({"codec": "lloyd2"}), Run({"codec": "lloyd2"}, 3, "adam")],
-    "by an optimiser that is passed": [
+    "by an optimizer that is seen": [Run({"codec": "lloyd2"}), Run({"codec": "lloyd2"}, 3, "adam")],
+    "by an optimizer that is passed": [
         Run({"codec": "lloyd1", "optimizer": True}, 3, name) for name in ("sgd", "adam")
     ],
     "bits by layer": [
@@ -152,7 +152,7 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
-IN_THREE = ("classic", "dtypes", "by an optimiser that is seen")
+IN_THREE = ("classic", "dtypes", "by an optimizer that is seen")
 
 
 @pytest.mark.parametrize(

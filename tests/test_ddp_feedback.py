@@ -1,4 +1,4 @@
-"""Feedback in DDP: what is not sent is owed, EF21 comes closer, the optimiser decides, NaN spoils no memory."""
+"""Feedback in DDP: what is not sent is owed, EF21 comes closer, the optimizer decides, NaN spoils no memory."""
 
 import copy
 import math

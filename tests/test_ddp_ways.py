@@ -80,7 +80,7 @@ def accumulated(model: Model, drawn: Callable[[int], Result], rank: int) -> Resu
 
 
 def added_twice(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
-    """Two synchronised passes into the same gradients."""
+    """Two synchronized passes into the same gradients."""
     model.zero_grad()
     for step in range(2):
         model(*drawn(step)).backward()
@@ -88,7 +88,7 @@ def added_twice(model: Model, drawn: Callable[[int], Result], rank: int) -> Resu
 
 
 def back_twice(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
-    """DDP synchronises the first pass through a graph only."""
+    """DDP synchronizes the first pass through a graph only."""
     loss = model(*drawn(0))
     loss.backward(retain_graph=True)
     loss.backward()

@@ -339,7 +339,7 @@ def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
     assert thinwire_s <= SHARE * torch_s, f"import thinwire adds {thinwire_s:.3f} s to torch's {torch_s:.3f} s"
 
 
-# Spelt in two parts so that this file does not hold them.
+# Spelled in two parts so that this file does not hold them.
 FORBIDDEN = [
     "".join(parts)
     for parts in (("/wo", "rk/"), ("/op", "t/"), *((name, ".org") for name in ("pypi", "pythonhosted", "anaconda")))

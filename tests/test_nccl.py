@@ -296,18 +296,6 @@ def premultiplied(place: Place) -> Outputs:
     return found
 
 
-@each_world
-@on_ranks()
-def test_auto_is_one_of_the_others(group: Group) -> str:
-    place, found = on_nccl(group), []
-    for algorithm in ("auto", *SUMS, "plain"):
-        x = Kind("int8", 50_003).drawn(place, 50_003)
-        thinwire.all_reduce(x, group=place.group, codec="int8", algorithm=algorithm)
-        found.append(digest(x))
-    assert found[0] in found[1:]
-    return found[0]
-
-
 # --- long messages ----------------------------------------------------------------------------------------------------
 PIECE = 1 << 16  # elements whose error is looked at together, so that no wrong chunk hides among right ones
 LENGTHS = ((1 << 18) + 1, 1_000_003, 16_777_259, (1 << 26) + 3)

@@ -519,6 +519,16 @@ def test_int8_travels_until_the_optimizer_of_every_parameter_is_known() -> None:
     assert families == ["muon", "adaptive", "linear"]
 
 
+def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
+    made = decisions({0: "auto:2.5", 30: "auto:6"}, replan_every=20, measure_every=5)
+    seen = []
+    for step in range(35):
+        begin(made, step, errors={"a": 1.0 + step, "b": 40.0 - step} if made.measuring and step else {})
+        seen.append([travels(made, WIDE, name)[0] for name in "ab"])
+    assert len({tuple(pair) for pair in seen[1:21]}) == 1
+    assert choice.bits_of(make(seen[31][0])) >= 5, "another budget starts anew"
+
+
 def test_a_race_that_a_schedule_leaves_is_over() -> None:
     made, settings = decisions({0: "auto", 5: "lloyd4"}, measure_every=10), []
     for step in range(12):
@@ -530,14 +540,14 @@ def test_a_race_that_a_schedule_leaves_is_over() -> None:
     assert [a == b for a, b in itertools.pairwise(settings)][4:] == [False] + [True] * 6, "any other codec is another"
 
 
-def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
+def test_what_another_rank_saw_of_the_optimizer_holds_here() -> None:
     made = decisions("lloyd2", optimizer=None)
     begin(made, 0)
     made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + options.FAMILIES.index("linear"), 0.0, 0.0])
     assert travels(made) == ("lloyd2", "classic")
 
 
-def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
+def test_an_optimizer_is_looked_for_only_where_it_matters() -> None:
     wanted: list[tuple[Any, dict[str, Any], bool]] = [
         ("lloyd2", {}, True),
         ("int8", {}, False),

@@ -52,7 +52,7 @@ def hash_seed(group: dist.ProcessGroup) -> int:
     return hash("a name")
 
 
-def test_neighbours_differ_in_their_hash_seeds(ranks: RankPool) -> None:
+def test_neighbors_differ_in_their_hash_seeds(ranks: RankPool) -> None:
     """Or a set of names that is walked on the way to a collective would have one order on all ranks."""
     if "PYTHONHASHSEED" in os.environ:
         pytest.skip("PYTHONHASHSEED is set")

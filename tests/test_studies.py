@@ -20,14 +20,12 @@ from benchmarks import (
     codec as codec_bench,
     collectives_nccl,
     exact as exact_bench,
-    group as group_bench,
     kernels as kernels_bench,
     qat,
-    schemes,
     tasks,
     train as bench,
 )
-from benchmarks.schemes import TrainSample, TrainScheme
+from benchmarks.schemes import TrainSample
 from benchmarks.tasks import Total
 from benchmarks.train import Trained, TrainPlan
 from ranks import RankPool, World
@@ -85,22 +83,6 @@ def test_a_kernels_run() -> None:
         assert row["copy_share"] == pytest.approx(numbers[4] / numbers[1])
         assert row["world"] == (4 if row["op"] in ("decode_sum", "recode") else 1)
         assert (row["part"], row["note"], row["cold"], row["times_compile"]) == ("codecs", None, False, None)
-
-
-def test_names() -> None:
-    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto", weigh="auto")
-    assert schemes.parse("lloyd2@none+moments") == TrainScheme("lloyd2@none+moments", "lloyd2", "none", weigh="moments")
-    assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
-    assert schemes.parse("auto:2.5").codec == "auto:2.5"
-    assert schemes.parse("bf16") == TrainScheme("bf16", None, "none", peer=True)
-    assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
-    assert schemes.parse("sign").control
-    assert not schemes.parse("int2@ef21").control
-    assert schemes.parse_sharded(" lloyd4/int8 ") == TrainScheme("lloyd4/int8", "lloyd4", "auto", weights="int8")
-    assert schemes.parse_sharded("lloyd2@ef21/lloyd4@replica").weights == "lloyd4@replica"
-    assert schemes.parse_sharded("int8/lloyd4").control
-    assert schemes.parse_sharded("mixed") == TrainScheme("mixed", None, peer=True, weights="bf16")
-    assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8"])] == ["none", "int8"]
 
 
 def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, parallel: str = "ddp") -> TrainPlan:
@@ -243,33 +225,6 @@ def test_an_exact_run(tmp_path: Path) -> None:
         assert row["decode_gb_s"] > 0
     adamw = [row["bits"] for row in rows[:3]]
     assert adamw == sorted(adamw)
-
-
-def of_the_group(group: dist.ProcessGroup) -> list[float]:
-    task = tasks.find("gpt", quick=True)
-    assert isinstance(task, tasks.Gpt)
-    arms = [("tp", "none"), ("pp", "none"), ("tp", "int8"), ("pp", "int8"), ("tp", "int2")]
-    return [group_bench.loss(client, name, task, 1) for client, name in arms]
-
-
-def test_a_group_trains_in_parallel_what_one_process_trains(ranks: RankPool) -> None:
-    """Tensor parallelism and a pipeline compute the same network; what travels in int8 changes it a little."""
-    task = tasks.find("gpt", quick=True)
-    model = task.model(1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for step in range(task.steps):
-        for part in optimizer.param_groups:
-            part["lr"] = task.rate("adam", step, task.steps)
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step, 1, 0, 1)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        total = task.val_loss(model, 0, 1)
-    assert total is not None
-    for found in ranks(2).run(of_the_group):
-        tp, pp, tp8, pp8, tp2 = (one - tasks.mean([total]) for one in found)
-        assert max(abs(tp), abs(pp)) < 1e-4
-        assert 0 < max(abs(tp8), abs(pp8)) < 0.01 < abs(tp2)
 
 
 @pytest.mark.cuda
