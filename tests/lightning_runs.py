@@ -240,6 +240,19 @@ def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str],
     return said, lines, state_in(path), whole(module)
 
 
+def again(group: Group, compressed: bool) -> list[tuple[Tensor, Stats | None]]:
+    """One module: fitted twice by one Trainer, then by another."""
+    module = Net()
+    callbacks = [[Compress("none")] if compressed else [] for _ in range(2)]
+    first, second = (trainer(group, Way(), listed) for listed in callbacks)
+    found = []
+    for runner, epochs, listed in ((first, 1, callbacks[0]), (first, 2, callbacks[0]), (second, 1, callbacks[1])):
+        runner.fit_loop.max_epochs = epochs
+        runner.fit(module, examples(group.size()))
+        found.append((whole(module), stats_of(listed[0]) if listed else None))
+    return found
+
+
 def log(group: Group, folder: Path) -> tuple[str, Stats]:
     """What a logger of Lightning's writes, and the stats at the end."""
     callback = Compress("lloyd4", measure_every=2)

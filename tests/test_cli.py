@@ -177,6 +177,17 @@ def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPat
     assert "1 of 40 results differ from the reference, the first: recode int8; set THINWIRE_BACKEND=reference" in line
 
 
+def test_doctor_compares_few_kernels_that_have_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "names", lambda: ("int2",))
+    monkeypatch.setattr(selftest, "OPTIONS", ())
+    monkeypatch.setattr(checkup, "BACKENDS", {"card": reference})
+    monkeypatch.setattr(checkup, "_native", lambda: iter(()))
+    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
+    line = next(line for line in call("doctor").stdout.splitlines() if "card self-test" in line)
+    compared, _ = selftest.differences(reference, torch.device("cpu"), few=True)
+    assert line.split(maxsplit=3)[-1] == f"{compared} results have the bytes of the reference (of int8 and lloyd4)"
+
+
 @pytest.mark.usefixtures("few_codecs")
 @pytest.mark.parametrize(("there", "status", "mark"), [(False, 0, "–"), (True, 1, "✗")])
 def test_doctor_tells_unbuilt_kernels_from_broken_ones(

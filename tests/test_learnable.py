@@ -215,6 +215,16 @@ def test_modes(name: str, want: list[int]) -> None:
     assert bool(quantizer.activation_post_process.max_val == 0.3) == (want[1] == 1)
 
 
+def test_torchs_switches_over_a_model() -> None:
+    model = torch.nn.Sequential(int8(), torch.nn.Linear(2, 2))
+    for switch, want in (("disable_fake_quant", [0, 1]), ("disable_observer", [0, 0]), ("enable_fake_quant", [1, 0])):
+        model.apply(getattr(quantization, switch))
+        assert flags(model[0])[:2] == want
+        assert list(model[0]._seen_modes()) == [bool(f) for f in want]
+    model.apply(quantization.enable_observer)
+    assert list(model[0]._seen_modes()) == [True, True]
+
+
 def test_a_flag_written_by_hand_counts() -> None:
     quantizer, x = LearnableFakeQuantize(MinMaxObserver), torch.tensor([0.3, 1.0])
     quantizer.fake_quant_enabled[0] = 0

@@ -163,6 +163,14 @@ def test_a_state_that_cannot_be_gathered_does_not_stop_a_checkpoint(pair: World,
     assert silent == []
 
 
+def test_fit_after_fit(pair: World) -> None:
+    """Twice by one Trainer, then by another."""
+    for plain, none in zip(pair.run(rank, "again", False), pair.run(rank, "again", True), strict=True):
+        for (want, _), (got, stats) in zip(plain, none, strict=True):
+            assert_same(got, want)
+            assert stats.steps == BATCHES
+
+
 def test_stats_go_to_the_loggers(pair: World, tmp_path: Path) -> None:
     """Eight batches, two a step, every second step is logged: under the steps that Lightning counts from 0."""
     (text, stats), (other, _) = pair.run(rank, "log", tmp_path)

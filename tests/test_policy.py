@@ -402,6 +402,15 @@ def test_a_budget_that_is_impossible_says_what_is_needed() -> None:
     assert deal_bits([], 100, 800, 1.1) == deal_bits([], 0, 0, 2) == {}, "nothing to choose is no error"
 
 
+def test_layers_without_error_still_get_a_width() -> None:
+    layers = [Layer("a", 5000, Lloyd(2), 0.0), Layer("b", 5000, Lloyd(2), 1.0)]
+    chosen = deal_bits(layers, 0, 0, 2.5)
+    assert bytes_of(layers, chosen) <= 2.5 / 8 * 10_000
+    assert chosen["b"] != Lloyd(1)
+    assert auto.counted({"a": Lloyd(2), "b": BlockInt(8), "c": Lloyd(2)}) == "1 x int8, 2 x lloyd2"
+    assert auto.counted({}) == ""
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 def test_options_are_the_same_for_users_for_checkers_and_inside() -> None:
     own = {field.name: field for field in dataclasses.fields(DDPOptions)}

@@ -4,6 +4,7 @@ import copy
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,26 @@ def test_wrong_updates_are_refused() -> None:
     refused(subscriber, updates[2], "another publisher")
     missing = WeightSubscriber({"turned": torch.zeros(7, 24), "extra": torch.zeros(1)})
     refused(missing, other.snapshot(), "extra of the model are not published")
+
+
+FORGED: dict[str, Callable[[bytearray], object]] = {  # of an update's header, body and checksum, the last made anew
+    "do not have the sum": lambda message: message.__setitem__(60, message[60] ^ 1),
+    "other names, shapes or dtypes": lambda message: message.__setitem__(36, message[36] ^ 1),
+    "does not end with its last segment": lambda message: message.__setitem__(slice(-4, -4), bytes(3)),
+}
+
+
+@pytest.mark.parametrize("says", FORGED)
+def test_updates_with_a_right_checksum_are_checked_too(says: str) -> None:
+    trainer = {"w": torch.randn(64)}
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber({"w": torch.zeros(64)})
+    subscriber.apply(publisher.publish())
+    trainer["w"] = trainer["w"] + 1
+    message = bytearray(publisher.publish())
+    FORGED[says](message)
+    message[44:52] = struct.pack("<Q", len(message) - 56)
+    message[-4:] = struct.pack("<I", zlib.crc32(message[:-4]))
+    refused(subscriber, bytes(message), says)
 
 
 @cases.generated(150)
