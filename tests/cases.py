@@ -62,7 +62,7 @@ def placed(on_cpu: Sequence[Codec], on_cuda: Sequence[Codec]) -> pytest.MarkDeco
 
 
 def over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """One test over a table of cases so small that pytest would take longer than they do; a failure names its case."""
+    """Run one test over a table of small cases, without pytest's overhead for each; a failure names its case."""
     table = list(values)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -88,13 +88,13 @@ def thorough(*rows: Any) -> list[Any]:
 
 
 def worlds(*usual: int, rare: Sequence[int]) -> pytest.MarkDecorator:
-    """How many ranks a test has; `rare` with --thorough only. Neighbouring tests take different worlds."""
+    """How many ranks a test has; `rare` with --thorough only. Neighboring tests take different worlds."""
     return pytest.mark.parametrize("world", [*usual, *thorough(*rare)])
 
 
 @dataclass(frozen=True)
 class OnRank:
-    """What a test of on_ranks does on a rank, as it is sent there: by its name."""
+    """The body of an on_ranks test, sent to ranks by its name."""
 
     module: str
     test: str
@@ -144,7 +144,7 @@ def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def generated(count: int) -> settings:
-    """That many cases of Hypothesis with --thorough, else a third; the same in every run: a failure is one for all."""
+    """Try `count` Hypothesis cases with --thorough, otherwise a third of them; every run tries the same cases."""
     return settings(
         max_examples=count if "--thorough" in sys.argv else count // 3,
         deadline=None,
@@ -176,7 +176,7 @@ class Standstill:
 
 
 def in_time(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of what comes in time. If it fails and the machine has stood still meanwhile, it is run once more."""
+    """Mark a test with a deadline: if it fails while the machine stood still, it runs again."""
 
     @functools.wraps(test)
     def run(**given: Any) -> None:
@@ -195,7 +195,7 @@ def in_time(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What thinwire says to its logger."""
+    """The lines that thinwire logs."""
     lines: list[str] = []
     logger, handler = logging.getLogger("thinwire"), logging.Handler(logging.INFO)
     with patch.object(handler, "emit", lambda record: lines.append(record.getMessage())):
@@ -339,7 +339,7 @@ def wires_of(codec: Codec, xs: Iterable[Tensor], *, step: int = 0) -> Tensor:
 
 
 def decoded(codec: Codec, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers of a wire, in a buffer that held NaN."""
+    """Decode a wire into a buffer that held NaN."""
     out = torch.full((n,), math.nan, dtype=dtype, device=wire.device)
     codec.decode(wire, out)
     return out
@@ -362,7 +362,7 @@ def recoded(
 
 
 def check_aside(backend: str, device: torch.device, dtype: torch.dtype, n: int = 3001) -> None:
-    """Numbers that lie here and there are set aside and put back, and a memory forgets what it has at the gaps."""
+    """Scattered numbers are set aside and put back, and a memory is zeroed at the gaps."""
     x = torch.randn(n, generator=seeded(n)).to(device, dtype)
     memory = torch.randn(n, generator=seeded(n, 1)).to(device, torch.bfloat16)
     index = torch.randperm(n, generator=seeded(n, 2))[: n // 2].to(device)
@@ -388,7 +388,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def shifted(x: Tensor, by: int = 1) -> Tensor:
-    """The same numbers, `by` elements off the start of their memory."""
+    """A copy that starts `by` elements after the start of its memory."""
     room = x.new_zeros(x.numel() + by)
     room[by:] = x
     return room[by:]
@@ -396,7 +396,7 @@ def shifted(x: Tensor, by: int = 1) -> Tensor:
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Whatever makes the host wait for a GPU raises."""
+    """Raise where the host waits for a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -411,7 +411,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of x as integers, all NaN as one."""
+    """The bits of x as integers; every NaN has the same bits."""
     if not x.is_floating_point():
         return x
     return torch.where(x.isnan(), torch.nan, x).contiguous().view(_INTEGERS[x.dtype.itemsize])
@@ -429,14 +429,14 @@ def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
 
 
 def guarded(n: int, dtype: torch.dtype, shift: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-    """A room of bytes and n elements inside; a wire may lie at any byte, floats on a multiple of their size."""
+    """A buffer of bytes, and n elements inside it; wires start at any byte, floats at a multiple of their size."""
     start = 64 + shift // dtype.itemsize * dtype.itemsize
     room = torch.full((start + n * dtype.itemsize + 64,), GARBAGE, dtype=torch.uint8, device=device)
     return room, room[start : start + n * dtype.itemsize].view(dtype)
 
 
 def assert_untouched(room: Tensor, buffer: Tensor, what: str) -> None:
-    """Nothing around the buffer was written."""
+    """No byte around the buffer was written."""
     start = buffer.storage_offset() * buffer.element_size()
     around = torch.cat((room[:start], room[start + buffer.nbytes :]))
     assert (around == GARBAGE).all(), f"{what}: bytes outside of it were written"
@@ -559,7 +559,7 @@ def digest(*tensors: Tensor) -> str:
 
 @contextmanager
 def small_chunks(nbytes: int = 400) -> Iterator[None]:
-    """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
+    """Cut small messages into many chunks inside the block. All ranks must do the same."""
     with patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4), patch.multiple(plan, _MESSAGE_BYTES=nbytes):
         yield
 
@@ -585,7 +585,7 @@ class Range:
         return cls(value, lost + (len(ranges) + 1) * sizes * half_ulp(dtype) + SMALLEST)
 
     def coded(self, codec: Codec) -> "Range":
-        """Through encode and decode. Blocks may begin anywhere: an element shares one with its neighbours only."""
+        """Through encode and decode. Blocks may begin anywhere: an element shares one with its neighbors only."""
         return Range(self.value, self.lost + _coding_bound(codec, self.value - self.lost, self.value + self.lost))
 
     def written(self, dtype: torch.dtype) -> "Range":
@@ -628,5 +628,5 @@ def _coding_bound(codec: Codec, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, reach: int) -> Tensor:
-    """A row an element: itself and its neighbours on both sides."""
+    """One row per element: its neighbors on both sides, and itself."""
     return torch.cat((x[:1].expand(reach), x, x[-1:].expand(reach))).unfold(0, 2 * reach + 1, 1)

@@ -28,15 +28,13 @@ BESIDE = pytest.StashKey[beside.Beside]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--thorough, for every combination of what the tests try by turns (cases.by_turns)."""
     parser.addoption("--thorough", action="store_true", help="run every combination, not each value once")
-    beside.add_options(parser)
+    parser.addoption("--beside", action="store_true", help="run some tests in a second process, see tests/beside.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark of what runs with --thorough only, and take one thread: tests of threads ask for theirs."""
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
     torch.set_num_threads(1)  # others would wait for their turn in every call: ranks and programs have the cores
-    if config.option.reports_to:
-        config.pluginmanager.register(beside.Reporter(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,8 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.thorough:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    if config.option.reports_to:
-        items[:] = [item for item in items if beside.is_alone(item)]
     items.sort(key=_turn)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
@@ -59,44 +55,50 @@ def _turn(item: pytest.Item) -> tuple[bool, bool]:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Start the processes that fork ranks with the first test that needs some: they import while others are found."""
-    stash, option = item.config.stash, item.config.option
-    others = option.collectonly or option.reports_to
-    if not others and RANKS not in stash and "ranks" in getattr(item, "fixturenames", ()):
+    stash, needs_ranks = item.config.stash, "ranks" in getattr(item, "fixturenames", ())
+    if needs_ranks and RANKS not in stash and not item.config.option.collectonly:
         stash[RANKS] = RankPool()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what tests will wait for: their programs, and what forks the ranks of benchmarks."""
-    if not session.config.option.collectonly:
-        first = {}
-        if session.config.option.beside and (left := beside.Beside(session.config, session.items)):
-            session.config.stash[BESIDE] = left
-            first = {beside.NAME: left.command()}
-        session.config.stash[PROGRAMS] = Programs(session.items, first)
-        if RANKS in session.config.stash:
-            modules = dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function))
-            named = (name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
-            session.config.stash[RANKS].imports(dict.fromkeys(named))
-        if any("forked" in getattr(item, "fixturenames", ()) for item in session.items):
-            multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", *BENCHMARKS])
-            forkserver.ensure_running()
-        gc.freeze()  # what was imported stays: collections need not look at it
+    """Start the tests beside, the programs, and the processes that fork ranks."""
+    if session.config.option.collectonly:
+        return
+    stash = session.config.stash
+    if RANKS in stash:
+        modules = dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function))
+        stash[RANKS].imports(dict.fromkeys(name for module in modules for name in getattr(module, "RANKS_IMPORT", ())))
+    gc.freeze()  # what was imported stays: collections need not look at it
+    if session.config.option.beside and beside.is_possible() and (left := beside.Beside(session)):
+        stash[BESIDE] = left
+        if left.start():
+            _start_forkserver(left.items)
+            left.run(stash[RANKS].end if RANKS in stash else lambda: None)
+    stash[PROGRAMS] = Programs(session.items)
+    _start_forkserver(session.items)
+
+
+def _start_forkserver(items: list[pytest.Item]) -> None:
+    """For tests whose benchmarks start ranks of their own."""
+    if any("forked" in getattr(item, "fixturenames", ()) for item in items):
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", *BENCHMARKS])
+        forkserver.ensure_running()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """After the tests here come the reports of those beside."""
+    """Repeat the reports of the tests beside after the tests here."""
     left = session.config.stash.get(BESIDE, None)
     session.testscollected += len(left or ())
     result = yield
-    for report in left.tell(session.config.stash[PROGRAMS]) if left else ():
+    for report in left.reports() if left else ():
         session.config.hook.pytest_runtest_logreport(report=report)
     return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the ranks, and the programs that no test came to wait for."""
-    for key in (PROGRAMS, RANKS):
+    """Stop the ranks, the programs and the tests beside that still run."""
+    for key in (PROGRAMS, BESIDE, RANKS):
         if key in session.config.stash:
             session.config.stash[key].close()
     gc.unfreeze()  # or Triton reports its own functions as leaked when the interpreter ends
@@ -123,13 +125,13 @@ def restored_threads() -> Iterator[None]:
 
 @pytest.fixture
 def served() -> Iterator[None]:
-    """Where the C kernels were not built, the reference is asked for: that it stands in for them is warned of."""
+    """Ask for the reference where the C kernels were not built: standing in for them warns."""
     with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
         yield
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a benchmark starts from here are forked by a process that has imported what they need."""
+    """Fork the ranks that a benchmark starts from a process that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

@@ -50,7 +50,7 @@ class _Net:
     """A network that learns.
 
     sharded: by FSDP2, not in DDP; `split` by tensor parallelism, too. One that `forgets` is neither.
-    manual: it steps its optimiser itself.
+    manual: it steps its optimizer itself.
     fails_at: the batch at which it raises.
     """
 

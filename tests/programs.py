@@ -30,47 +30,47 @@ TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program that ended leaves."""
+    """The results of a program that has ended."""
 
     status: int
     out: str
     err: str
     folder: Path  # in which it ran
-    alone: bool  # whether all that it started ended, too
+    alone: bool  # whether every process it started has ended, too
 
     @property
     def told(self) -> str:
-        """The end of what it wrote."""
+        """The status and the end of the output."""
         return f"status {self.status}\n{self.out[-6000:]}\n{self.err[-4000:]}"
 
 
 class Programs:
-    """The programs of all tests of a session that have one, after those that are named with their arguments."""
+    """The programs of all tests of a session that have one."""
 
-    def __init__(self, items: Iterable[pytest.Item], first: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, items: Iterable[pytest.Item]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-programs-")
         self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), dict[str, int]()
         self._environment = dict(os.environ)  # as it is before any test changes it
         marks = {item.nodeid: item.get_closest_marker("program") for item in items}
-        wanted = [*((name, args, {}) for name, args in first.items())]
-        wanted += [(name, mark.args, mark.kwargs) for name, mark in marks.items() if mark]
         self._ended: dict[str, Future[Ended]] = {
-            name: self._pool.submit(self._run, name, args, environment) for name, args, environment in wanted
+            name: self._pool.submit(self._run, name, mark.args, mark.kwargs)
+            for name, mark in reversed(marks.items())  # Triton's take longest, and come last
+            if mark
         }
 
     def ended(self, name: str) -> Ended:
-        """The program of a test, once it has ended, or has been killed after WAIT_S."""
+        """Wait for the program of a test, and kill it after WAIT_S."""
         with suppress(TimeoutError):
             return self._ended[name].result(WAIT_S)
         if group := self._groups.get(name):
-            _kill(group)
+            kill(group)
         return self._ended[name].result()
 
     def close(self) -> None:
-        """End those that nobody waits for any more."""
+        """Kill the programs that still run."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for group in list(self._groups.values()):
-            _kill(group)
+            kill(group)
         self._pool.shutdown()
         self._folder.cleanup()
 
@@ -90,7 +90,7 @@ class Programs:
         self._groups[name] = process.pid
         out, err = process.communicate()
         alone = _is_gone(process.pid)
-        _kill(process.pid)
+        kill(process.pid)
         del self._groups[name]
         return Ended(process.returncode, out, err, folder, alone)
 
@@ -106,6 +106,7 @@ def _is_gone(group: int) -> bool:
     return False
 
 
-def _kill(group: int) -> None:
+def kill(group: int) -> None:
+    """End a process group, if it is still there."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)

@@ -15,11 +15,15 @@ ranks and one for odd, so that the ranks of a world differ in their hash seeds, 
 is walked on the way to a collective would show. A test module whose ranks need more than torch, and slow to import,
 names it in RANKS_IMPORT: the fork servers then import it once, for all ranks.
 
+[Note: Two test processes] The fork servers serve the process that runs tests beside, too (tests/beside.py), which has
+worlds of its own; one asks at a time. A rank has the priority of the process that asked for it.
+
 Results and arguments are pickled by value. Warnings are errors in the ranks. A call that overruns its limit kills the
 ranks of its world; the next call starts new ones.
 """
 
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -65,7 +69,7 @@ class RankPool:
         self._servers = (ForkServer(), ForkServer())
 
     def imports(self, names: Iterable[str]) -> None:
-        """What the fork servers import, too; once, before the first call."""
+        """Name further modules for the fork servers to import; once, before the first call."""
         for server in self._servers:
             server.imports(names)
 
@@ -75,13 +79,17 @@ class RankPool:
         return self._worlds.setdefault(world, World(world, self._servers))
 
     def fresh(self, world: int) -> "World":
-        """Ranks of their own, for a call that loses one (`lost`), after which all of them end."""
+        """New ranks, for a call that loses one (`lost`), after which all of them end."""
         return World(world, self._servers)
 
-    def close(self) -> None:
-        """End all ranks."""
+    def end(self) -> None:
+        """End the ranks of this process."""
         for world in self._worlds.values():
             world.close()
+
+    def close(self) -> None:
+        """End the ranks and the fork servers."""
+        self.end()
         for server in self._servers:
             server.close()
 
@@ -92,6 +100,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_S)
+        self._turn = tempfile.TemporaryFile()  # noqa: SIM115, whoever has locked it may ask
         alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers in every rank
         environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **alone}
         with theirs:
@@ -100,7 +109,7 @@ class ForkServer:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[handle])
 
     def imports(self, names: Iterable[str] = ()) -> None:
-        """What it imports beyond torch; from then on it can fork."""
+        """Name the modules it imports beyond torch; then it starts to fork."""
         told = self._process.stdin
         if told is not None and not told.closed:
             with suppress(BrokenPipeError), told:
@@ -112,7 +121,7 @@ class ForkServer:
         ours, theirs = Pipe()
         log = folder / f"rank{number}.log"
         with theirs, log.open("wb") as out:
-            pid = self._ask([number, size, str(folder / "store")], theirs.fileno(), out.fileno())
+            pid = self._ask([number, size, str(folder / "store"), os.nice(0)], theirs.fileno(), out.fileno())
         return _Rank(number, pid, ours, log, self)
 
     def status(self, pid: int) -> int | None:
@@ -126,8 +135,12 @@ class ForkServer:
         self._process.communicate()
 
     def _ask(self, question: Any, *handles: int) -> Any:
-        socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
-        answer = self._channel.recv(64)
+        fcntl.lockf(self._turn, fcntl.LOCK_EX)
+        try:
+            socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
+            answer = self._channel.recv(64)
+        finally:
+            fcntl.lockf(self._turn, fcntl.LOCK_UN)
         if not answer:
             raise RuntimeError(f"a process that forks ranks died with exit status {self._process.wait()}")
         return json.loads(answer)
@@ -238,7 +251,7 @@ class _Rank:
     status: int | None = None  # once it is known to have ended
 
     def send(self, call: bytes) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive tells
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive() reports it
             self.pipe.send_bytes(call)
 
     def receive(self) -> _Answer:
@@ -274,7 +287,7 @@ class _Rank:
 
 
 def serve_forks(channel: socket.socket) -> None:
-    """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
+    """Import what ranks need; then fork ranks and report their exit statuses on request, until the channel closes."""
     import torch
 
     without_cuda = torch.version.cuda is None
@@ -292,13 +305,14 @@ def serve_forks(channel: socket.socket) -> None:
 
 def _import(names: Iterable[str]) -> None:
     for name in names:
-        with suppress(ImportError):  # whoever needs it will tell
+        with suppress(ImportError):  # the test that needs it fails or skips
             importlib.import_module(name)
 
 
-def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int, log: int) -> int:
+def _fork(channel: socket.socket, number: int, size: int, store: str, niceness: int, pipe: int, log: int) -> int:
     pid = os.fork()
     if pid == 0:
+        os.nice(niceness - os.nice(0))
         channel.close()
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -340,7 +354,7 @@ def serve_calls(number: int, size: int, pipe: Connection, store: str) -> None:
 
 
 def _tell_of_signals() -> None:
-    """Let faulthandler show stacks, anew before every call: frameworks set handlers of their own, and its are lost."""
+    """Register faulthandler again before every call: frameworks replace its signal handlers."""
     faulthandler.disable()
     faulthandler.enable()
     faulthandler.unregister(signal.SIGUSR1)
@@ -366,7 +380,7 @@ def _join(number: int, size: int, store: str) -> Any:
 
 
 def _end_groups(group: Any) -> None:
-    """End gloo groups that calls made: each keeps a thread that wakes a hundred times a second; there are hundreds."""
+    """Destroy the gloo groups of earlier calls: each has a thread that wakes a hundred times a second."""
     from torch.distributed.distributed_c10d import _world, destroy_process_group, get_backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

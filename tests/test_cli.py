@@ -268,7 +268,7 @@ DEMO = ("-m", "thinwire", "demo", "--quick", "--link", "loopback", "--json", "pa
 
 
 @pytest.mark.program(Path(__file__).with_name("terminal.py"), "3/11", *DEMO)
-def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(program: Ended) -> None:
+def test_on_a_terminal_there_are_colors_and_a_bar_and_ctrl_c_keeps_rows(program: Ended) -> None:
     assert program.status == 130, program.told
     assert "left" in program.out
     assert re.search(r"\x1b\[[0-9;]*m", program.out)  # the bar's colors

@@ -245,7 +245,7 @@ def test_strided_tensors_get_what_contiguous_ones_get(group: Group, device: Devi
 
 
 def view(group: Group) -> None:
-    """A view is written and its neighbours are not."""
+    """A view is written and its neighbors are not."""
     whole = torch.ones(100, 4)
     thinwire.all_reduce(whole[:, 1:3], codec="int8", algorithm="two_phase")
     assert (whole[:, [0, 3]] == 1).all()

@@ -217,7 +217,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
     model = qat.prepare(nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 3)), group=4)
     qat.calibrate(model, [tokens()])
     converted = qat.convert(model)
-    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(converted, backend="eager", fullgraph=True)
     assert_same(compiled(tokens()).detach(), converted(tokens()).detach())
 
 

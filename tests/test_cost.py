@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given as forall, strategies as st
-from torch import Tensor
 
 import thinwire
-from cases import decoded, generated, over, recoded, seeded, wires_of, worlds
+from cases import generated, over, worlds
 from ranks import RankPool
 from thinwire.collectives import cost
 from thinwire.collectives.channel import channel_of
@@ -192,22 +191,3 @@ def measured_once(group: Group) -> list[int]:
 
 def test_a_group_is_measured_once_for_all_lengths(ranks: RankPool) -> None:
     assert ranks(2).run(measured_once) == [[1, 1], [1, 1]]
-
-
-# --- error growth -----------------------------------------------------------------------------------------------------
-
-
-def nmse(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).square().sum() / want.double().square().sum())
-
-
-@pytest.mark.parametrize("world", [2, 16])
-def test_two_phases_lose_little_more_than_two_roundings(world: int) -> None:
-    """Independent ranks: their errors add up as their numbers do, so the sum's share of error is that of one tensor."""
-    n = 1 << 17
-    xs = [torch.randn(n, generator=seeded(world, rank)) for rank in range(world)]
-    for codec in map(thinwire.codec, ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")):
-        wires_WN = wires_of(codec, xs, step=3)
-        once = [nmse(decoded(codec, wire, n), x) for wire, x in zip(wires_WN[:8], xs, strict=False)]
-        twice = nmse(decoded(codec, recoded(codec, wires_WN, n, step=3), n), torch.stack(xs).sum(0))
-        assert twice <= 2.05 * sum(once) / len(once), codec

@@ -1,7 +1,6 @@
-"""Feedback in DDP: what is not sent is owed, EF21 comes closer, the optimiser decides, NaN spoils no memory."""
+"""Feedback in DDP: what is not sent is owed, EF21 comes closer, the optimizer decides, NaN spoils no memory."""
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import replicas
-import thinwire
 from cases import CPU, ROUND, assert_same, by_turns, each_device, on_ranks, small_chunks, thorough
 from ranks import RankPool
 from replicas import CODED, OPTIMIZERS, Device, Given, Group, backward, draw, flat, mean_of, residuals, wrap
@@ -163,25 +161,6 @@ def test_auto_chooses_feedback_by_codec_and_optimizer(group: Group, passed: bool
             assert handle.stats().feedback == feedback, (name, optimizer, step)
         assert len(_global_optimizer_pre_hooks) == before
         assert replicas.same_everywhere(group, *model.parameters())
-
-
-@on_ranks(2)
-def test_looking_for_optimizers_leaves_nothing_behind(group: Group) -> None:
-    """Hooks on optimizers: with two models that wait, after both have stepped, after a state died."""
-    before = len(_global_optimizer_pre_hooks)
-    models = [wrap(replicas.network(), group) for _ in range(2)]
-    steppers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
-    handles = [compress_ddp(model, "lloyd2") for model in models]
-    assert len(_global_optimizer_pre_hooks) > before
-    for model, stepper in zip(models, steppers, strict=True):
-        replicas.learn(model, stepper, group.rank(), range(2))
-    assert len(_global_optimizer_pre_hooks) == before
-    assert [handle.stats().feedback for handle in handles] == ["classic"] * 2
-    compress_ddp(wrap(replicas.network(), group), "lloyd2").close()
-    thinwire.DDPState(group, "lloyd2")
-    gc.collect()
-    replicas.learn(models[0], steppers[0], group.rank(), range(2))
-    assert len(_global_optimizer_pre_hooks) == before
 
 
 @on_ranks(2)

@@ -123,7 +123,14 @@ def train(
     return alike, float(losses[:3].mean()), float(losses[-3:].mean())
 
 
-TRAINED = [*CODECS.values(), "auto:4", {0: "none", 3: "int8", 6: "lloyd2"}, "topk:fraction=0.1"]
+TRAINED = [
+    "int8",
+    "lloyd2:block=64",
+    CODECS["byname"],
+    "auto:4",
+    {0: "none", 3: "int8", 6: "lloyd2"},
+    "topk:fraction=0.1",
+]
 
 
 @each_device

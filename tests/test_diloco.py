@@ -89,22 +89,6 @@ def test_rounds_are_those_of_the_reference(ranks: RankPool, world: int, way: str
     assert not torch.equal(expected[0], flat(list(network().parameters())))
 
 
-def synchronous(group: Group) -> tuple[Tensor, Tensor]:
-    """One step per round and a plain outer step of 1 is data parallelism; the same by DDP."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    DiLoCo(model, optimizer, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
-    learn(model, optimizer, group.rank(), range(4))
-    usual = DistributedDataParallel(network())
-    learn(usual, torch.optim.SGD(usual.parameters(), RATE), group.rank(), range(4))
-    return flat(list(model.parameters())), flat(list(usual.parameters()))
-
-
-def test_a_round_per_step_is_data_parallelism(ranks: RankPool) -> None:
-    for got, want in ranks(2).run(synchronous):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 def in_fp64(group: Group) -> tuple[float, float]:
     """How far a model in fp64 is from where it began, and after a round from where the ranks' mean is."""
     model = nn.Linear(40, 40).double()
@@ -173,13 +157,13 @@ def owed(group: Group, codec: str, beta: float) -> tuple[float, float]:
     worst = 0.0
     for seed in range(group.rank(), 30, 10):
         before = model.weight.detach().clone()
-        learnt = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
-        model.weight.data.sub_(learnt)
+        learned = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+        model.weight.data.sub_(learned)
         diloco.step()
         (residual,) = diloco.state_dict()["compression"]["ranks"][str(group.rank())].values()
-        dist.all_reduce(learnt)
+        dist.all_reduce(learned)
         dist.all_reduce(residual)
-        expected = beta * expected + learnt / group.size() - (before - model.weight.detach())
+        expected = beta * expected + learned / group.size() - (before - model.weight.detach())
         worst = max(worst, float((residual.view(64, 64) - expected).abs().max()))
     return float(expected.norm()), worst
 
@@ -495,7 +479,7 @@ def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None
 
 
 def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether the end of a run changes a model that learnt nothing since the last round; the rounds that there were."""
+    """Whether closing right after a round changes the model, and the number of rounds."""
     model = network().to(dtype)
     optimizer = inner(model)
     diloco = DiLoCo(model, optimizer, every=4)
@@ -634,7 +618,7 @@ def test_a_layer_that_is_unfrozen_under_way_raises(ranks: RankPool) -> None:
 
 
 def frozen_under_way(group: Group) -> tuple[str, bool]:
-    """A layer that learnt is frozen in the middle of a round: what is said, and whether it stayed from then on."""
+    """A layer that learned is frozen in the middle of a round: what is said, and whether it stayed from then on."""
     model = network()
     first = next(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -642,7 +626,7 @@ def frozen_under_way(group: Group) -> tuple[str, bool]:
     learn(model, optimizer, group.rank(), range(6))
     first.requires_grad = False
     first.grad = None
-    learn(model, optimizer, group.rank(), range(6, 10))  # what it learnt before is averaged
+    learn(model, optimizer, group.rank(), range(6, 10))  # what it learned before is averaged
     kept = first.detach().clone()
     found = message_of(lambda: learn(model, optimizer, group.rank(), range(10, 14)))
     return found, torch.equal(first, kept)

@@ -152,7 +152,7 @@ def test_backends_give_the_references_bytes(dtype: torch.dtype, place: Place, py
 
 @each_place
 @pytest.mark.parametrize("offset", [False, True])
-def test_bad_channels_are_nan_and_their_neighbours_are_not(offset: bool, place: Place) -> None:
+def test_bad_channels_are_nan_and_their_neighbors_are_not(offset: bool, place: Place) -> None:
     for shape in ((3, 9, 1), (2, 9, 100), (1, 9, 20)):
         r = request(shape, torch.float32, Grid(-8, 7, offset))
         r.x.nan_to_num_()

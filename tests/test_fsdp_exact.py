@@ -262,7 +262,7 @@ def test_bytes_are_those_that_travel(ranks: RankPool, world: int) -> None:
         assert anew.plain_weights == (anew.told == most) >= (rank == 0)  # the last rank has padding, which stays
 
 
-def test_pieces_are_parameters_with_small_neighbours() -> None:
+def test_pieces_are_parameters_with_small_neighbors() -> None:
     least = rows.EXACT_BLOCK
     assert rows._pieces([5, 3]) == [8]
     assert rows._pieces([5, least, 7, least, 9]) == [least + 5, least + 16]

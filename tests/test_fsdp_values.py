@@ -396,7 +396,7 @@ def test_feedback_between_replicas(ranks: RankPool, feedback: str) -> None:
 
 
 def feedback_found(group: Group, gradients: str) -> tuple[str, list[str]]:
-    """By the optimiser, after two steps, and of which parameters; one is frozen."""
+    """By the optimizer, after two steps, and of which parameters; one is frozen."""
     model = Seeing(EVEN)
     first = next(iter(model.parameters()))
     first.requires_grad_(False)
@@ -484,7 +484,7 @@ LEARNING: dict[str, Options | None] = {
 }
 
 
-def learnt(group: Group) -> dict[str, tuple[float, float]]:
+def learned(group: Group) -> dict[str, tuple[float, float]]:
     """Losses at first and at last."""
     found = {}
     mesh = mesh_of(group.size())
@@ -498,7 +498,7 @@ def learnt(group: Group) -> dict[str, tuple[float, float]]:
 
 
 def test_models_learn(ranks: RankPool) -> None:
-    for losses in ranks(2).run(learnt):
+    for losses in ranks(2).run(learned):
         for name, (first, last) in losses.items():
             assert last < 0.1 * first, name
             assert last < 1.5 * losses["plain"][1] + 0.01 * first, name

@@ -9,8 +9,7 @@ import inspect
 import math
 import pickle
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +42,7 @@ from cases import (
     worlds,
 )
 from ranks import RankPool
+from replicas import Given, draw
 from thinwire import hooks
 from thinwire.collectives import traffic, transport
 from thinwire.errors import CodecError, CollectiveError
@@ -205,7 +205,7 @@ HARD = {
 
 @each_device
 @worlds(2, rare=[3, 4])
-def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, device: Device) -> None:
+def test_quantization_is_as_fine_as_the_range(ranks: RankPool, world: int, device: Device) -> None:
     found = check_hooks(ranks, QUANTIZED, [[make(333)] * world for make in HARD.values()], device)
     assert all(y.isfinite().all() for y in found)
 
@@ -261,7 +261,7 @@ def test_no_loop_over_rows(group: Group) -> None:
 
 
 def scales_of(n: int, size: int) -> Tensor:
-    """A size for every element, by channel: neighbours differ by orders of magnitude."""
+    """A size for every element, by channel: neighbors differ by orders of magnitude."""
     return torch.tensor([1.0, 1e-4, 1e3, 1e-7])[torch.arange(n) // size % 4]
 
 
@@ -277,7 +277,7 @@ IN_CHUNKS = [(4000, 100), (4001, 512)]
 def test_channels_of_any_size_are_counted_from_the_start(
     group: Group, world: int, pairs: list[tuple[int, int]]
 ) -> list[str]:
-    """One that shared a scale with its neighbour would lose all of its digits; torch's hook does not run on gloo."""
+    """One that shared a scale with its neighbor would lose all of its digits; torch's hook does not run on gloo."""
     found = []
     most = (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32)
     for n, size in pairs:  # lengths, and bucket_size
@@ -362,39 +362,6 @@ def test_the_stateful_hook_runs_in_sixteen_bits(group: Group) -> list[str]:
     return [digest(g) for got in found for g in got if g is not None]
 
 
-def power_gradients(group: Group, wrapper: Callable[[Any], Any]) -> list[Tensor]:
-    inner = wrapper(powerSGD_hook.powerSGD_hook)
-    held: list[Future[Tensor]] = []
-
-    def hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # torch's own, too, under an innocent name
-        held.append(inner(state, bucket))
-        return held[-1]
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(32, 24))
-    with warnings.catch_warnings(), patch.object(torch.cuda, "is_available", return_value=False):
-        warnings.simplefilter("ignore")  # PowerSGD speaks of its own settings, and where there is a GPU refuses a CPU
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        model.register_comm_hook(state, hook)
-        grads = []
-        for step in range(4):
-            model.zero_grad()
-            model(torch.randn(8, 32, generator=seeded(group.rank(), step))).square().sum().backward()
-            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*grads, *(future.value() for future in held)]
-
-
-@pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_power_sgd_runs_in_sixteen_bits(ranks: RankPool, kind: str) -> None:
-    """Gradients as torch's wrapper gives them, and a future in the bucket's dtype, which torch's is not."""
-    ours, theirs = (
-        ranks(2).run(power_gradients, getattr(module, f"{kind}_compress_wrapper")) for module in (hooks, default_hooks)
-    )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert [digest(g) for g in mine[:8]] == [digest(g) for g in other[:8]]
-        assert all(g.dtype == torch.float32 for g in mine)
-
-
 # --- DDP --------------------------------------------------------------------------------------------------------------
 MIXED: Shapes = (
     *(((5, 7), torch.float32), ((0, 3), torch.float32), ((33,), torch.bfloat16), ((9,), torch.float16)),
@@ -403,26 +370,13 @@ MIXED: Shapes = (
 FLOATS: Shapes = tuple(((n,), torch.float32) for n in (301, 77, 1, 600, 512, 2003))
 
 
-class Given(nn.Module):
-    """d forward(gradients) / d weights = gradients; None leaves a weight out."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape, dtype in shapes])
-
-    def forward(self, *gradients: Tensor | None) -> Tensor:
-        """A number."""
-        used = [(w, g) for w, g in zip(self.weights, gradients, strict=True) if g is not None]
-        return torch.stack([(w * g.conj()).real.sum().double() for w, g in used]).sum()
+def named(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    return tuple({f"p{i}": pair[part] for i, pair in enumerate(shapes)} for part in range(2))  # type: ignore[return-value]
 
 
 def gradients_of(shapes: Shapes, rank: int, step: int) -> list[Tensor]:
-    return [
-        torch.randn(shape, generator=seeded(rank, step, i), dtype=torch.complex128).to(dtype)
-        if dtype.is_complex
-        else torch.randn(shape, generator=seeded(rank, step, i)).to(dtype)
-        for i, (shape, dtype) in enumerate(shapes)
-    ]
+    names, dtypes = named(shapes)
+    return draw(rank, step, names, dtypes)
 
 
 def taken(model: nn.Module) -> list[Tensor | None]:
@@ -435,7 +389,7 @@ def taken(model: nn.Module) -> list[Tensor | None]:
 def registered(
     shapes: Shapes, hook: Any, group: Group | None = None, state: Any = None, **options: Any
 ) -> DistributedDataParallel:
-    model = DistributedDataParallel(Given(shapes), process_group=group, **options)
+    model = DistributedDataParallel(Given(*named(shapes)), process_group=group, **options)
     if hook is not None:
         model.register_comm_hook(group if state is None else state, hook)
     return model
@@ -523,7 +477,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_ddp_of_every_dtype(ranks: RankPool, world: int, option: str, some: list[str]) -> None:
-    """On gloo, where DDP refuses torch's bf16 hooks by name and torch's quantisation hooks crash."""
+    """On gloo, where DDP refuses torch's bf16 hooks by name and torch's quantization hooks crash."""
     names = list(HOOKS) if option == "small buckets" else some
     answers = ranks(world).run(train_with_all, names, MIXED, OPTIONS[option])
     for i, name in enumerate(names):
@@ -676,7 +630,7 @@ def test_pairs_trace_without_a_break(group: Group, names: list[str]) -> list[str
 @pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
 @on_ranks(gives=[])
 def test_no_hook_waits_for_the_gpu(group: Group) -> list[str]:
-    """Hooks that make the host wait for the GPU, as torch's quantisation hooks do for every bucket."""
+    """Hooks that make the host wait for the GPU, as torch's quantization hooks do for every bucket."""
     wrong: list[str] = []
     torch.cuda.set_device(CUDA)
     members = dist.new_group(backend="nccl")
@@ -703,7 +657,7 @@ def test_ddp_on_a_gpu(group: Group, backend: str) -> list[str]:
     torch.cuda.set_device(CUDA)
     members = dist.new_group(backend=backend)
     for name, hook in HOOKS.items():
-        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
+        model = DistributedDataParallel(Given(*named(MIXED)).to(CUDA), process_group=members, bucket_cap_mb=0.001)
         model.register_comm_hook(members, hook)
         for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
             model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()

@@ -109,17 +109,10 @@ def test_imports_flow_downwards() -> None:
     ("room", "target", "allowed"),
     [
         ("codecs", "thinwire.kernels.reference", True),
-        ("codecs", "thinwire.codecs.base.Codec", True),
         ("kernels", "thinwire.codecs", False),
-        ("kernels", "thinwire", False),
         ("tools.cli", "thinwire.Codec", False),
-        ("feedback", "thinwire.collectives.lane", False),
         ("integrations", "thinwire.integrations.fsdp.rows.ShardSync", False),
         ("integrations.fsdp", "thinwire.integrations.sync", True),
-        ("integrations.fsdp", "thinwire.integrations.lightning", False),
-        ("tools.report", "thinwire.tools.bench.record", True),
-        ("tools.report", "thinwire.tools.advise", False),
-        ("tools.bench", "thinwire.tools.report", False),
         ("tools.bench", "thinwire.__version__", True),
         ("kernels", "thinwire.__version__", False),
         ("tools.report", "thinwire.tools.recommend.Recommendation", True),
@@ -346,7 +339,7 @@ def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
     assert thinwire_s <= SHARE * torch_s, f"import thinwire adds {thinwire_s:.3f} s to torch's {torch_s:.3f} s"
 
 
-# Spelt in two parts so that this file does not hold them.
+# Spelled in two parts so that this file does not hold them.
 FORBIDDEN = [
     "".join(parts)
     for parts in (("/wo", "rk/"), ("/op", "t/"), *((name, ".org") for name in ("pypi", "pythonhosted", "anaconda")))

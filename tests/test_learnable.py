@@ -177,19 +177,6 @@ def test_learning_is_torchs(case: tuple[LearnableFakeQuantize, Any, Any], seed: 
         assert ((mine - their).abs() <= 2 * bound + 2 * ROUND * their.abs()).all(), name
 
 
-def test_it_is_torchs_class_from_outside() -> None:
-    ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3, ch_axis=1)
-    assert isinstance(ours, quantization.FakeQuantizeBase)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-    for name in ("quant_min", "quant_max", "dtype", "qscheme", "ch_axis", "bitwidth", "use_grad_scaling"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    for name, value in theirs.state_dict().items():
-        mine = ours.state_dict()[name]
-        assert torch.equal(mine, value), name
-        assert mine.dtype == value.dtype, name
-
-
 def test_a_fresh_module_learns_nothing_until_it_is_told_to() -> None:
     """torch's parameters require gradients although its flag says that learning is off."""
     ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3)
@@ -692,14 +679,6 @@ def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile:
     assert results[0][0] != results[0][1]
 
 
-@on_ranks(3, gives=[-3.0, 2.0])
-def test_ranks_of_ddp_see_each_others_batches(group: dist.ProcessGroup) -> list[float]:
-    quantizer = LearnableFakeQuantize(MinMaxObserver)
-    ddp = DistributedDataParallel(torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1)))
-    ddp(torch.tensor([[-1.0 - group.rank()], [2.0]]))
-    return [quantizer.activation_post_process.min_val.item(), quantizer.activation_post_process.max_val.item()]
-
-
 @on_ranks(3)
 def test_outside_ddp_ranks_only_meet_when_asked_to(group: dist.ProcessGroup) -> None:
     quantizer = LearnableFakeQuantize(MinMaxObserver)
@@ -758,14 +737,6 @@ def test_inputs_that_do_not_fit() -> None:
     quantizer.enable_static_observation()(torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match="seen 4 channels before, now 5"):
         quantizer(torch.ones(2, 3, 5))
-
-
-def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    quantizer = LearnableFakeQuantize(MinMaxObserver, scale=0.5, gradient="lsq")
-    quantizer.observe_quant_params()
-    shown = capsys.readouterr().out + repr(quantizer)
-    parts = ("Scale: tensor([0.5000])", "Zero Point: tensor([0.])", "static=True", "quant_max=255", "gradient='lsq'")
-    assert [part for part in (*parts, "scale=tensor([0.5000])") if part not in shown] == []
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 CASES = {
     "accumulation, bf16-mixed": Case(Way({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}), accumulated=2),
-    "manual optimisation": Case(Way(module={"manual": True})),
+    "manual optimization": Case(Way(module={"manual": True})),
     "fsdp2, accumulation": Case(
         FSDP2._replace(trainer={"accumulate_grad_batches": 2}), accumulated=2, travels=2, ratio=3.2
     ),

@@ -123,7 +123,7 @@ def test_gradients_travel_in_adams_units(group: Group, spoil: bool, weigh: str) 
 
 @on_ranks(2, gives=(["none", "none+moments", "none+moments"], True, True))
 def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(group: Group) -> tuple[list[str], bool, bool]:
-    """An optimiser is replaced under way: what travels before and after, and whether the old one is gone."""
+    """An optimizer is replaced under way: what travels before and after, and whether the old one is gone."""
     model = wrap(network(), group, WHOLE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     handle = thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer)

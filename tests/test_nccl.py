@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
-import replicas
 import thinwire
 from cases import CPU, assert_same, decoded, digest, given, no_host_sync, on_ranks, seeded, shifted, wire_of
 from ranks import RankPool
-from replicas import CAP, READY, Dtypes, Given, Group, backward, draw, flat, learn, network, residuals, wrap
+from replicas import CAP, READY, Dtypes, Given, Group, backward, draw, flat, residuals, wrap
 from test_collectives import op_of
 from test_ddp_checkpoint import Run, interrupted
 from test_hooks import HOOKS
@@ -295,18 +294,6 @@ def premultiplied(place: Place) -> Outputs:
         thinwire.all_reduce(x, group=place.group, codec="none", algorithm="auto")
         found[f"auto of {n}"] = x.cpu()
     return found
-
-
-@each_world
-@on_ranks()
-def test_auto_is_one_of_the_others(group: Group) -> str:
-    place, found = on_nccl(group), []
-    for algorithm in ("auto", *SUMS, "plain"):
-        x = Kind("int8", 50_003).drawn(place, 50_003)
-        thinwire.all_reduce(x, group=place.group, codec="int8", algorithm=algorithm)
-        found.append(digest(x))
-    assert found[0] in found[1:]
-    return found[0]
 
 
 # --- long messages ----------------------------------------------------------------------------------------------------
@@ -979,28 +966,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         for ((want, got, alike),) in ranks(world).run(resumed, options, how):
             assert alike
             assert got == want
-
-
-def learned(group: Group, codecs: Sequence[str | None]) -> list[tuple[bool, list[float]]]:
-    """Whether the ranks' parameters are the same after training, and this rank's losses, for each codec."""
-    place, found = on_nccl(group), []
-    for codec in codecs:
-        model = wrap(network(norm=True), place.group, device=place.device)
-        if codec is not None:
-            compress_ddp(model, codec, replan_every=10)
-        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), place.rank, range(40))
-        found.append((replicas.same_everywhere(group, *(p.data for p in model.parameters())), losses))
-    return found
-
-
-@each_world
-def test_a_network_learns_and_its_replicas_stay_alike(ranks: RankPool, world: int) -> None:
-    """Of the loss it began with it may have a tenth more left than without compression."""
-    codecs = ("int8", "lloyd2", "auto", "auto:4")
-    for (_, bare), *answers in ranks(world).run(learned, (None, *codecs)):
-        for codec, (alike, losses) in zip(codecs, answers, strict=True):
-            assert alike, codec
-            assert sum(losses[-5:]) / 5 <= sum(bare[-5:]) / 5 + 0.1 * losses[0], codec
 
 
 def hooked(place: Place) -> Outputs:

@@ -353,18 +353,6 @@ def test_every_parameter_is_in_one_group() -> None:
     assert [groups[name]["lr"] for name in ("weights", "vectors", "scales")] == [1e-2, 1e-2, 1e-3]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
-def test_decay_moves_no_scale(optimizer: Any) -> None:
-    model = qat.prepare(net())
-    model(tokens())
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer(qat.parameter_groups(model, weight_decay=0.5), lr=0.1).step()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {"wte.weight", "conv.weight", "block.0.weight", "block.2.weight"}
-
-
 # --- summary ----------------------------------------------------------------------------------------------------------
 def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]) -> None:
     model = qat.prepare(net(), weight_bits=2, skip="block.0")

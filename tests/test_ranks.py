@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from cases import on_ranks
-from programs import Ended
 from ranks import RankPool
 
 
@@ -53,7 +52,7 @@ def hash_seed(group: dist.ProcessGroup) -> int:
     return hash("a name")
 
 
-def test_neighbours_differ_in_their_hash_seeds(ranks: RankPool) -> None:
+def test_neighbors_differ_in_their_hash_seeds(ranks: RankPool) -> None:
     """Or a set of names that is walked on the way to a collective would have one order on all ranks."""
     if "PYTHONHASHSEED" in os.environ:
         pytest.skip("PYTHONHASHSEED is set")
@@ -112,29 +111,11 @@ def test_a_body_that_returns_something_else_fails(ranks: RankPool, body: Callabl
         body(ranks=ranks)
 
 
-ENDS_AT_ONCE = """
-import os
-from ranks import RankPool
-from test_ranks import pid
-print(*RankPool()(2).run(pid), flush=True)
-os._exit(1)
-"""
-
-
 def test_ranks_end_when_their_pipes_close(ranks: RankPool) -> None:
-    """As they do when the test process ends; see below, with a process of its own."""
+    """As they do when the test process ends."""
     world = ranks.fresh(2)
     pids = world.run(pid)
     world.close()
-    assert not any(alive(pid) for pid in pids)
-
-
-@pytest.mark.thorough
-@pytest.mark.program("-c", ENDS_AT_ONCE)
-def test_ranks_end_with_the_test_process(program: Ended) -> None:
-    pids = [int(word) for word in program.out.split()]
-    assert len(pids) == 2, program.told
-    assert program.alone
     assert not any(alive(pid) for pid in pids)
 
 

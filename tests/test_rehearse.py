@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import thinwire
-from cases import CUDA, needs_cuda
 from ranks import RankPool
 from replicas import Group
 from thinwire import CodecError, CollectiveError, NonfiniteError
@@ -99,41 +98,6 @@ def test_gradients_have_the_bits_of_real_ranks(
     found, handle = rehearsed(world, kind, options, accumulate)
     assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True] * STEPS
     assert handle.stats().steps == STEPS
-
-
-def means(device: torch.device, world: int, options: dict[str, Any]) -> list[Tensor]:
-    """What gradients that are the same on all devices become."""
-    model = nn.Linear(70, 60).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # Adam's moments have other bits on a GPU
-    handle = thinwire.rehearse(model, world=world, optimizer=optimizer, **options)
-    found = []
-    for step in range(3):
-        for rank in range(world):
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            given = [torch.randn(p.shape, generator=generator).to(device) for p in model.parameters()]
-            sum((p * g).sum() for p, g in zip(model.parameters(), given, strict=True)).backward()
-        found += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert handle.stats().bytes_sent > 0
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, {"codec": "int8"}),
-        (4, {"codec": "lloyd4"}),
-        (3, {"codec": "trellis2", "exempt": "none"}),
-        (3, {"codec": "lloyd2", "feedback": "ef21"}),
-        (3, {"codec": "topk:fraction=0.05"}),
-    ],
-)
-@pytest.mark.parametrize("device", [pytest.param(CUDA, id="cuda", marks=needs_cuda)])
-def test_a_gpu_has_the_bits_of_the_cpu(device: torch.device, world: int, options: dict[str, Any]) -> None:
-    """Of short messages: long ones are cut for NCCL on a GPU."""
-    for got, want in zip(means(device, world, options), means(torch.device("cpu"), world, options), strict=True):
-        assert torch.equal(got, want)
 
 
 def stats_of_ranks(group: Group) -> Any:

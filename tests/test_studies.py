@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,25 +19,19 @@ from benchmarks import (
     clock,
     codec as codec_bench,
     collectives_nccl,
-    delay,
     exact as exact_bench,
-    group as group_bench,
     kernels as kernels_bench,
     qat,
-    schemes,
     tasks,
     train as bench,
 )
-from benchmarks.collectives_nccl import NcclRanks, nccl_ranks
-from benchmarks.schemes import TrainSample, TrainScheme
-from benchmarks.tasks import Task, Total
+from benchmarks.schemes import TrainSample
+from benchmarks.tasks import Total
 from benchmarks.train import Trained, TrainPlan
 from ranks import RankPool, World
 from thinwire.codecs import codec
-from thinwire.kernels import BACKENDS, reference
-from thinwire.tools.bench import record, timing
+from thinwire.tools.bench import record
 from thinwire.tools.local import launch, link as links
-from thinwire.tools.report import tables
 
 pytestmark = pytest.mark.usefixtures("served")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -55,14 +48,6 @@ def number(row: record.Row, name: str) -> float:
     value = row[name]
     assert isinstance(value, float | int), (name, value)
     return value
-
-
-def test_codec_formulas() -> None:
-    known = (0.36338, 0.11748, 0.03455, 0.009501)
-    assert [float(f"{codec_bench.lloyd_max_nmse(bits):.4g}") for bits in (1, 2, 3, 4)] == pytest.approx(known, rel=1e-3)
-    assert codec_bench.db_above_rd(0.25, 1.0) == pytest.approx(0, abs=1e-12)
-    assert codec_bench.db_above_rd(0.5, 1.0) == pytest.approx(10 * math.log10(2))
-    assert codec_bench.db_above_rd(0.0, 32.0) is None
 
 
 def test_a_codec_run(tmp_path: Path) -> None:
@@ -98,51 +83,6 @@ def test_a_kernels_run() -> None:
         assert row["copy_share"] == pytest.approx(numbers[4] / numbers[1])
         assert row["world"] == (4 if row["op"] in ("decode_sum", "recode") else 1)
         assert (row["part"], row["note"], row["cold"], row["times_compile"]) == ("codecs", None, False, None)
-
-
-def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any, **keys: Any) -> None:
-        raise RuntimeError("out of memory\nand more")
-
-    broken: Any = SimpleNamespace(encode=BACKENDS["reference"].encode, decode_sum=reference.decode_sum, recode=fails)
-    monkeypatch.setattr(clock, "name_of", lambda backend: "broken")
-    rows = [kernels_bench.row_of(a_case(op), broken, FEW) for op in ("recode", "decode", "encode")]
-    assert [row["note"] for row in rows] == ["RuntimeError: out of memory", None, None]
-    assert [row["ms_p50"] is None for row in rows] == [True, False, False]
-    found = record.Record("kernels", record.conditions(CPU), rows)
-    assert tables.markdown(found)
-    monkeypatch.setattr(kernels_bench, "run", lambda *arguments, **keys: found)
-    result = invoke(kernels_bench.command, "--device", "cpu")
-    assert result.exit_code == 1  # a row without a time
-    assert "RuntimeError: out of memory" in result.stderr
-
-
-@pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
-def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
-    before = torch.random.get_rng_state()
-    networks = [timing.digest(task.model(seed).parameters()) for seed in (1, 1, 2)]
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert networks[0] == networks[1] != networks[2]
-    same, again = task.batch(5, 1, 0, 2), task.batch(5, 1, 0, 2)
-    assert all(torch.equal(a, b) for a, b in zip(same, again, strict=True))
-    for other in (task.batch(6, 1, 0, 2), task.batch(5, 2, 0, 2), task.batch(5, 1, 1, 2)):
-        assert not torch.equal(same[0], other[0])
-
-
-def test_names() -> None:
-    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto", weigh="auto")
-    assert schemes.parse("lloyd2@none+moments") == TrainScheme("lloyd2@none+moments", "lloyd2", "none", weigh="moments")
-    assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
-    assert schemes.parse("auto:2.5").codec == "auto:2.5"
-    assert schemes.parse("bf16") == TrainScheme("bf16", None, "none", peer=True)
-    assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
-    assert schemes.parse("sign").control
-    assert not schemes.parse("int2@ef21").control
-    assert schemes.parse_sharded(" lloyd4/int8 ") == TrainScheme("lloyd4/int8", "lloyd4", "auto", weights="int8")
-    assert schemes.parse_sharded("lloyd2@ef21/lloyd4@replica").weights == "lloyd4@replica"
-    assert schemes.parse_sharded("int8/lloyd4").control
-    assert schemes.parse_sharded("mixed") == TrainScheme("mixed", None, peer=True, weights="bf16")
-    assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8"])] == ["none", "int8"]
 
 
 def a_plan(*names: str, task: str = "gpt", seeds: int = 2, link: Any = None, parallel: str = "ddp") -> TrainPlan:
@@ -269,15 +209,6 @@ def test_bad_flags(command: Any, flags: list[str], complaint: str) -> None:
     assert complaint in " ".join(result.stderr.replace("│", "").split())
 
 
-def test_a_link_with_a_delay() -> None:
-    link: Any = delay.parse("20mbit+50ms")
-    assert (link.rate, link.delay, str(link)) == (2e7, 0.05, "20mbit+50ms")
-    assert delay.parse("1gbit") == links.parse("1gbit")
-    for text in ("10gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
-        with pytest.raises(links.BenchError, match="expected"):
-            delay.parse(text)
-
-
 # --- exact differences ------------------------------------------------------------------------------------------------
 
 
@@ -294,82 +225,6 @@ def test_an_exact_run(tmp_path: Path) -> None:
         assert row["decode_gb_s"] > 0
     adamw = [row["bits"] for row in rows[:3]]
     assert adamw == sorted(adamw)
-
-
-def test_the_entropy_given_an_exponent() -> None:
-    """Half of the numbers near 1 move by one unit, none of those near 2."""
-    base = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.bfloat16)
-    new = torch.tensor([1.0, 1.0078125, 2.0, 2.0], dtype=torch.bfloat16)
-    assert exact_bench.entropy(new, base) == 0.5
-
-
-def of_the_group(group: dist.ProcessGroup) -> list[float]:
-    task = tasks.find("gpt", quick=True)
-    assert isinstance(task, tasks.Gpt)
-    arms = [("tp", "none"), ("pp", "none"), ("tp", "int8"), ("pp", "int8"), ("tp", "int2")]
-    return [group_bench.loss(client, name, task, 1) for client, name in arms]
-
-
-def test_a_group_trains_in_parallel_what_one_process_trains(ranks: RankPool) -> None:
-    """Tensor parallelism and a pipeline compute the same network; what travels in int8 changes it a little."""
-    task = tasks.find("gpt", quick=True)
-    model = task.model(1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for step in range(task.steps):
-        for part in optimizer.param_groups:
-            part["lr"] = task.rate("adam", step, task.steps)
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step, 1, 0, 1)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        total = task.val_loss(model, 0, 1)
-    assert total is not None
-    for found in ranks(2).run(of_the_group):
-        tp, pp, tp8, pp8, tp2 = (one - tasks.mean([total]) for one in found)
-        assert max(abs(tp), abs(pp)) < 1e-4
-        assert 0 < max(abs(tp8), abs(pp8)) < 0.01 < abs(tp2)
-
-
-def group_samples(group: dist.ProcessGroup) -> list[dict[str, timing.Sample]]:
-    few = timing.Effort(rounds=2)
-    return [group_bench.small_calls(few), group_bench.sums("reduce_scatter", 1024, few, False)]
-
-
-def test_rows_of_the_group(ranks: RankPool) -> None:
-    small, sums = zip(*ranks(2).run(group_samples), strict=True)
-    for found, rules in ((small, "default"), (sums, "reduce_scatter=int8")):
-        row = group_bench._row(found, "verb", rules, None, "plain")
-        assert set(record.COLUMNS["group"]) <= set(row)
-        assert number(row, "speedup_plain") * number(row, "times_plain") == pytest.approx(1)
-        assert (row["rounds"], row["bytes_per_step"]) == (2, None)
-
-
-def test_how_nccl_ranks_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        refused = invoke(collectives_nccl.command, "--hosts", "2")
-        assert (refused.exit_code, "expected a GPU and NCCL, got no CUDA" in " ".join(refused.stderr.split())) == (
-            2,
-            True,
-        )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(links.BenchError, match="a number of hosts that divides 2, 4 ranks evenly, got 3"):
-        nccl_ranks([2, 4], [3])
-    found = {(r.world, r.hosts): (r.link_name, r.nodes, r.shared) for r in nccl_ranks([2, 4], [1, 2, 4])}
-    assert found == {
-        **{(2, 1): ("gpus", None, False), (2, 2): ("tcp", None, False), (4, 1): ("memory", None, True)},
-        **{(4, 2): ("tcp", 2, True), (4, 4): ("tcp", None, True)},
-    }
-    spread = NcclRanks(world=4, gpus=2, hosts=2)
-    assert (str(spread.device(3)), spread.backend) == ("cuda:1", "nccl")
-    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    environment = spread.environment(3)
-    assert (environment["NCCL_HOSTID"], environment["NCCL_MULTI_RANK_GPU_ENABLE"]) == ("thinwire1", "1")
-    assert "NCCL_MAX_CTAS" not in environment  # the user's own stays
-    assert NcclRanks(world=2, gpus=2).environment(0) == {}
-    both = [entry.key for entry in collectives_nccl.entries(["plain", "int8"], "all_reduce")]
-    assert both == ["plain plain", "int8 one_shot", "int8 two_phase"]
 
 
 @pytest.mark.cuda

@@ -2,13 +2,11 @@
 
 import html
 import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks import charts, pages
-from test_report import BENCHMARKS, a_record, recorded
-from test_studies import invoke
+from test_report import a_record, recorded
 
 ONE_OF_EACH = ("codec_cpu", "kernels_cpu_aarch64", "collectives_1gbit", "train_gpt", "qat_digits", "soak")
 
@@ -36,13 +34,3 @@ def test_the_page_is_whole_and_refers_to_itself_alone(monkeypatch: pytest.Monkey
     assert "http" not in re.sub(r'http-equiv="', "", whole)
     for tag in ("table", "figure", "tr", "td", "h2"):
         assert len(re.findall(rf"<{tag}\b", whole)) == whole.count(f"</{tag}>") > 0
-
-
-def test_a_page_and_plots_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charts, "png", lambda chart: b"png")
-    file = str(BENCHMARKS / "train_gpt.json")
-    page, plots = tmp_path / "a.html", tmp_path / "plots"
-    assert invoke(pages.command, file, file, "--html", str(page), "--png", str(plots)).exit_code == 0
-    assert "Comparison" in page.read_text()
-    names = {"loss", "step_time", "bytes"}
-    assert {path.stem for path in plots.iterdir()} == names | {f"{name}-2" for name in names}

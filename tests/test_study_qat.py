@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import Result
 
 from benchmarks import clock, data, qat, qat_speed
 from benchmarks.qat import METHODS
 from test_studies import invoke
-from thinwire.qat.layers import QuantizedLayer
 from thinwire.tools.bench import record
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -81,41 +79,3 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
         assert row["diverged"] or 0 <= float(str(row["accuracy"])) <= 1
     assert {row["method"] for row in rows if row["control"]} == {"absmax_ste", "lsq_no_grad_scale", "lsq_absmax_init"}
     assert [row["method"] for row in rows if row["peer"]] == ["torch_learnable"]
-
-
-@pytest.mark.usefixtures("_tiny")
-def test_a_seed_fixes_a_training_and_fp32_is_trained_once_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[tuple[int, int]] = []
-    train = qat.train
-
-    def counted(model: nn.Module, seen: qat.Split, epochs: int, rate: float, seed: int) -> bool:
-        trained.append((epochs, seed))
-        return train(model, seen, epochs, rate, seed)
-
-    monkeypatch.setattr(qat, "train", counted)
-    first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
-    timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
-    assert timeless[0] == timeless[1]
-    before, after, later = TINY.before, TINY.after, 1 + qat.LATER
-    assert trained[:4] == [(before, 0), (after, qat.LATER), (before, 1), (after, later)]
-    assert trained[4:] == 3 * [(after, qat.LATER), (after, later)]
-
-
-def started(name: str, bits: int = 2) -> nn.Module:
-    model = qat.network(TINY, 0)
-    METHODS[name].start(model, qat.split(0, CPU).images[:64], bits)
-    return model
-
-
-def layers(model: nn.Module) -> list[QuantizedLayer]:
-    return [module for module in model.modules() if isinstance(module, QuantizedLayer)]
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "fp32"])
-def test_all_methods_quantize_the_same_places(name: str) -> None:
-    quantized = layers(started(name))
-    assert [type(layer).__name__ for layer in quantized] == ["QuantizedConv2d"] * 3 + ["QuantizedLinear"]
-    for layer in quantized:
-        assert all(len(row.unique()) <= 4 for row in layer.quantized_weight().detach().flatten(1))
-        x = torch.linspace(0, 2, 1000).expand(1, 1, -1)
-        assert len(layer.quantized_input(x).detach().unique()) <= 4

@@ -278,7 +278,7 @@ def test_misuse_is_refused_by_name(group: Group) -> None:
         calls: list[tuple[Any, str]] = [
             (lambda: Compress("int99"), "int99"),
             (lambda: Compress(weights="int99"), "int99"),
-            (lambda: Compress(colour="red"), "TypeError!"),  # type: ignore[call-arg]
+            (lambda: Compress(color="red"), "TypeError!"),  # type: ignore[call-arg]
             (trainer.train, "weights="),
             (lambda: Compress().on_train_begin(trainer.args, TrainerState(), TrainerControl()), "Trainer"),
         ]

@@ -78,7 +78,7 @@ def test_the_search_finds_the_best_path(bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "nmse"), [(1, 0.3215), (2, 0.0902), (3, 0.0256)])
 def test_error_on_a_gaussian(bits: int, nmse: float) -> None:
-    """Below what any quantiser of single numbers can do: 0.3634, 0.1175 and 0.0345."""
+    """Below what any quantizer of single numbers can do: 0.3634, 0.1175 and 0.0345."""
     x = cases.content("gaussian", 1 << 18)
     assert lost_by(Trellis(bits), x) == pytest.approx(nmse, rel=0.01)
 
