@@ -1,8 +1,8 @@
 """From a request for fake quantization to a launch: how a tensor is cut into tiles.
 
 [Note: Partial sums] A channel is shared by many programs. Each leaves one number for each of its rows (columns) and
-sum, and torch adds them: the result does not hang on the order in which programs end. The longer of outer and inner is
-the one that programs run along, so that these numbers are few.
+sum, and torch adds them: the result does not depend on the order in which programs end. Programs run along the longer
+of outer and inner, so that these numbers are few.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from thinwire.kernels.triton.prepared import Prepared
 
 _FORWARD_BYTES = 4096  # of a tile
 _BACKWARD = 512  # elements of a tile; more => fewer reductions, more registers
-_COLUMNS = 128  # a tile whose columns are channels: short rows leave more rows for a column to add
+_COLUMNS = 128  # of a tile whose columns are channels; more => fewer rows for a column to add
 _LONG = 128  # a row with as many elements keeps a warp busy
 _WARPS = 4
 _PROGRAMS = 4096  # enough to fill a large GPU several times; beyond them a program that sums takes several tiles

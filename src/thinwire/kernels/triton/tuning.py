@@ -33,8 +33,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` for tensors of `dtype` on `device`.
 
     op: encode, encode_residual, decode_sum, recode, or recode_own, whose own part is a tensor.
-    One serves all sizes, so that a kernel is compiled once; but a small tensor does not wait for the 64 numbers a
-    thread has in the tiles of a large Lloyd encode or recode.
+    All sizes share one, so that a kernel is compiled once, except in Lloyd encodes and recodes: their 64 numbers per
+    thread would make a small tensor wait.
     """
     if not how.format.block:
         return Config()
