@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.kernels.schema import FakeGradients, Grid
 from thinwire.kernels.triton import fake
 from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.tile import power_of_two
 
 _FORWARD_BYTES = 4096  # of a tile
 _BACKWARD = 512  # elements of a tile; more => fewer reductions, more registers
@@ -60,8 +61,8 @@ def _prepare(
     outer, channels, inner = shape
     by_row = inner >= min(outer, _LONG)
     rows, columns = (outer * channels, inner) if by_row else (outer, channels * inner)
-    wide = min(_power(columns), elements if by_row else _COLUMNS)
-    high = min(_power(rows), elements // wide)
+    wide = min(power_of_two(columns), elements if by_row else _COLUMNS)
+    high = min(power_of_two(rows), elements // wide)
     down = -(-rows // high)
     across = -(-columns // wide)
     beside, along = (down, across) if by_row else (across, down)
@@ -77,8 +78,3 @@ def _prepare(
     parts = (outer, channels, strips) if by_row else (strips, channels, inner)
     kernel = fake.forward_kernel if way == "forward" else fake.backward_kernel
     return Prepared(kernel, device, beside * strips, _WARPS, known, choices), parts
-
-
-def _power(n: int) -> int:
-    """The power of two from n up."""
-    return 1 << (n - 1).bit_length()

@@ -41,12 +41,15 @@ Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change 
 def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
     """See schema.Backend."""
     layout = how.format.layout(x.numel())
-    if not how.format.block:
-        _encode_plain(layout, x, wire, residual)
-        return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
     at = wire.data_ptr() % 16
+    if not how.format.block:
+        raw = residual is None and how.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
+        constants = {"GROUPED": grouped and at == 0, "RESIDUAL": residual is not None, "RAW": raw}
+        launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
+        launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
+        return
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
     launch = blocks(encode_kernel, how, (layout,), config, x.device, at, grouped, mode=int(residual is not None))
@@ -113,15 +116,6 @@ def _moving(kernel: Any, tensors: str, count: int, blanks: int, device: torch.de
 def unrolled(world: int, format: Format) -> int:
     """The wires a kernel is compiled for; 0 for any number, as always of trellis codes."""
     return world if world <= MOST_UNROLLED and format.kind != Kind.TRELLIS else 0
-
-
-def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    raw = residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
-    carried = x if residual is None else residual
-    grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
-    constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
-    launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
-    launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
 # --- arguments that do not change from call to call -------------------------------------------------------------------

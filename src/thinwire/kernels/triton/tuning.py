@@ -66,9 +66,6 @@ def fastest(op: str, format: Format, dtype: torch.dtype) -> Config:
 @lru_cache(maxsize=64)
 def starved(device: torch.device) -> bool:
     """Whether memory bandwidth, not arithmetic, limits every kernel on this GPU."""
-    return _starved(torch.cuda.get_device_properties(device))
-
-
-def _starved(gpu: Any) -> bool:
+    gpu: Any = torch.cuda.get_device_properties(device)
     bandwidth = 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8  # kHz, twice a cycle; bits
     return bool(0 < bandwidth < FED_BYTES * gpu.multi_processor_count)
