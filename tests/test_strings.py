@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import cases
-from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, Trellis, codec  # noqa: F401 (eval)
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, TopK, Trellis, codec
 from thinwire.codecs import names
 
 COMPOSITES: list[Codec] = [
@@ -88,7 +88,9 @@ def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
         ("int8:block=104,aligned=true", BlockInt(8, 104, aligned=True)),
         ("lloyd2:block=256", Lloyd(2, 256)),
         ("lloyd1:rotate=false,scale=unbiased", Lloyd(1, rotate=False, scale="unbiased")),
-        ("lloyd4:rotate=true", Lloyd(4)),
+        ("lloyd4:rotate=True", Lloyd(4)),
+        ("trellis2:block=256,seed=7", Trellis(2, 256, seed=7)),
+        ("topk:fraction=2e-2", TopK(0.02)),
         ("bysize(large=lloyd4:block=64,seed=2; min_numel=10)", BySize(large=Lloyd(4, 64, seed=2), min_numel=10)),
         ("byname( *.bias = bf16 ;; *=int4 ; )", ByName({"*.bias": "bf16", "*": "int4"})),
         ("byname(*=bysize(small=none; large=int4))", ByName({"*": BySize(Identity(), BlockInt(4))})),
@@ -104,6 +106,8 @@ def test_defaults_are_not_spelled() -> None:
     assert str(BlockInt(4, 64, "affine", seed=7)) == "int4:block=64,mode=affine,seed=7"
     assert str(BlockInt(8, 104, aligned=True)) == "int8:block=104,aligned=true"
     assert str(Lloyd(2, rotate=False)) == "lloyd2:rotate=false"
+    assert str(Trellis(3, rotate=False)) == "trellis3:rotate=false"
+    assert (str(TopK(0.03125)), str(TopK(0.02))) == ("topk", "topk:fraction=0.02")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,8 @@ def test_defaults_are_not_spelled() -> None:
     [
         ("int8:", "ends in ':' without options"),
         ("int8:blok=64", "'int8' does not know the option 'blok=64'; options: block, mode, rounding, seed"),
-        ("int8:block", "does not know the option 'block'"),
+        ("int8:block", "the option 'block' needs a value, as in block=..."),
+        ("int8:seed=" + 5000 * "9", "seed must be 0 .. 2**64 - 1, got inf"),  # int() refuses so many digits
         ("int8:block=64,", "does not know the option ''"),
         ("int8:block=64,block=32", "the option 'block' twice"),
         ("lloyd4:mode=affine", "options: block, rotate, scale, seed"),
@@ -120,7 +125,7 @@ def test_defaults_are_not_spelled() -> None:
         ("bf16:block=64", "bf16 has no blocks"),
         ("int8:block=12", "block must be a multiple of 8"),
         ("int8:block=big", "got 'big'"),
-        ("int8:block=1e3", "got '1e3'"),
+        ("int8:block=1e3", "got 1000.0"),
         ("int8:block=true", "got True"),
         ("int8:mode=linear", "mode must be 'symmetric' or 'affine', got 'linear'"),
         ("int8:rounding=up", "rounding must be 'nearest' or 'stochastic', got 'up'"),
@@ -129,6 +134,8 @@ def test_defaults_are_not_spelled() -> None:
         ("lloyd4:block=16", "power of two from 32 to 1024, got 16"),
         ("lloyd4:rotate=yes", "rotate must be True or False, got 'yes'"),
         ("lloyd4:scale=best", "scale must be 'mmse' or 'unbiased', got 'best'"),
+        ("topk:block=64", "options: fraction"),
+        ("topk:fraction=few", "fraction must be from 1/256 to 1/4, such as 0.02, got 'few'"),
         ("bysize(small)", "takes entries 'key=value'"),
         ("bysize(tiny=bf16)", "does not know 'tiny'; it takes small, large, min_numel, min_ndim"),
         ("bysize(large=int8; large=int4)", "bysize(...) got 'large' twice"),
@@ -162,6 +169,8 @@ BAD_VALUES: list[tuple[Callable[..., Codec], str, list[Any]]] = [
     (Cast, "format", ["fp32", "", None, 16]),
     (partial(Cast, "e4m3"), "block", [0, 4, 64.0, None]),
     (partial(Cast, "bf16"), "block", [64, 8]),
+    (Trellis, "bits", [0, 4]),
+    (TopK, "fraction", [0.5, 0.001, 1]),
     (BySize, "small", ["bf16", None]),
     (BySize, "large", ["int8", BlockInt]),
     (BySize, "min_numel", [-1, 1.5, "9", None, True]),

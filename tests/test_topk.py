@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import thinwire
 from cases import decoded, on_ranks, wire_of, wires_of
 from replicas import Group, message_of
-from thinwire import CodecError, TopK, WireError, codec as make
+from thinwire import CodecError, TopK, WireError
 
 FRACTIONS = (1 / 256, 0.02, 0.03125, 0.25)
 
@@ -130,15 +130,6 @@ def test_bytes_are_those_of_the_formula_and_places_near_their_entropy(fraction: 
     assert codec.wire_bytes(blocks * 4096) == 32 + blocks * bits // 8
     entropy = (math.lgamma(4097) - math.lgamma(kept + 1) - math.lgamma(4097 - kept)) / math.log(2)
     assert 1 <= (bits - 2 * kept - 32) / entropy < (1.1 if fraction < 0.05 else 1.25)
-
-
-def test_strings() -> None:
-    assert make("topk") == TopK() == TopK(0.03125)
-    assert (make("topk").kept, TopK(0.02).kept) == (128, 80)  # type: ignore[attr-defined]
-    assert str(make("topk:fraction=0.02")) == "topk:fraction=0.02"
-    for bad in ("topk:fraction=0.5", "topk:fraction=0.001", "topk:fraction=1", "topk:fraction=few", "topk:block=64"):
-        with pytest.raises(CodecError, match="fraction"):
-            make(bad)
 
 
 def test_damaged_wires_are_refused() -> None:

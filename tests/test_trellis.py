@@ -18,7 +18,7 @@ from benchmarks import data
 from benchmarks.codec import lost_by
 from cases import on_ranks
 from replicas import Group
-from thinwire import CodecError, Lloyd, Trellis, codec as make
+from thinwire import Lloyd, Trellis
 from thinwire.kernels import trellis
 from thinwire.kernels.schema import CELLS, TRELLIS
 
@@ -101,15 +101,6 @@ def test_an_unbiased_scale_does_not_shrink() -> None:
         slopes.append(float(cases.decoded(codec, cases.wire_of(codec, x.float()), x.numel()).double() @ x / (x @ x)))
     assert slopes[0] == pytest.approx(1 - 0.0902, abs=0.004)
     assert slopes[1] == pytest.approx(1, abs=0.004)
-
-
-def test_names_and_bits() -> None:
-    assert make("trellis2:block=256,seed=7") == Trellis(2, 256, seed=7)
-    assert str(Trellis(3, rotate=False)) == "trellis3:rotate=false"
-    assert Trellis(2) != Lloyd(2)
-    with pytest.raises(CodecError, match=r"bits must be 1\.\.3"):
-        Trellis(4)
-    assert Trellis(2).wire_bytes(5000) == Lloyd(2).wire_bytes(5000)
 
 
 @pytest.mark.parametrize("algorithm", ["two_phase", "one_shot"])

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from thinwire import BlockInt, Identity, Lloyd, Trellis
 from thinwire.kernels import Encoding
 from thinwire.kernels.triton import tuning
-from thinwire.kernels.triton.tuning import Config
+from thinwire.kernels.triton.tuning import Config, starved as measured
 from thinwire.wire import Kind
 
 GPU = torch.device("cuda", 0)
@@ -70,10 +70,11 @@ GPUS = {
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_gpus_differ_by_bandwidth_per_multiprocessor(gpu: str) -> None:
+def test_gpus_differ_by_bandwidth_per_multiprocessor(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
     count, clock, width, starved = GPUS[gpu]
     found = SimpleNamespace(multi_processor_count=count, memory_clock_rate=clock, memory_bus_width=width)
-    assert tuning._starved(found) is starved
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert measured.__wrapped__(GPU) is starved
 
 
 @pytest.mark.parametrize("op", OPS)

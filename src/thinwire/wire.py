@@ -68,7 +68,7 @@ class LloydVariant(IntEnum):
     ROTATED = 1
 
 
-KEPT_UNIT = 16  # numbers of a topk block; byte 5 of the header counts the kept ones in such units
+KEPT_UNIT = 16  # byte 5 of a topk header counts the kept numbers of a block in units of so many
 
 IDENTITY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -96,7 +96,7 @@ class Format:
 
     @cached_property
     def gaussian(self) -> bool:
-        """Whether codes stand for levels of a Gaussian, in units of what fits them to their block."""
+        """Whether codes stand for levels of a normal distribution, in units of the block's scale."""
         return self.kind in (Kind.LLOYD, Kind.TRELLIS)
 
     @cached_property
@@ -153,18 +153,18 @@ class Layout:
 
     @cached_property
     def kept(self) -> int:
-        """Numbers of every block that a topk wire holds."""
+        """Kept numbers of a topk block."""
         assert self.format.kind == Kind.TOPK
         return KEPT_UNIT * self.format.variant
 
     @cached_property
     def low_bits(self) -> int:
-        """Bits of a kept number's place that a topk wire holds as they are; the higher ones are in the marks."""
+        """Low bits of a kept number's place, which a topk wire stores as they are; its marks encode the others."""
         return (self.format.block // self.kept).bit_length() - 1
 
     @cached_property
     def marks(self) -> int:
-        """Bits that say the higher bits of the places of a topk block."""
+        """Length in bits of a topk block's marks."""
         return self.kept + (self.format.block >> self.low_bits)
 
     @cached_property
@@ -196,7 +196,7 @@ class Layout:
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
-        """Of the numbers themselves, where there are no scales."""
+        """The dtype of the numbers of a wire without scales."""
         return torch.bfloat16 if self.format.kind == Kind.CAST else IDENTITY_DTYPES[self.format.variant]
 
     def header(self, key: int = 0) -> bytes:
@@ -277,7 +277,7 @@ def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
 
 
 def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
-    """Whether the wires hold finite numbers only: a block that does not has a scale that is not."""
+    """Whether the wires hold only finite numbers. A block with others has a scale that is not finite."""
     if not layout.numel:
         return torch.ones((), dtype=torch.bool, device=wires_WN.device)
     at, count, dtype = layout.scales_at, layout.num_blocks, torch.bfloat16
@@ -291,7 +291,7 @@ EXACT_BLOCK = 4096  # numbers of a block of exact differences
 EXACT_CLASSES = 16
 EXACT_DIRECT = 15  # the gap parameter of a class whose members are all coded
 EXACT_MOST_GAP = 12  # the largest other one
-EXACT_TABLES_AT = HEADER_BYTES + 2 * EXACT_CLASSES  # where they end
+EXACT_TABLES_AT = HEADER_BYTES + 2 * EXACT_CLASSES  # end of the tables of both parameters
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -305,7 +305,7 @@ class ExactTables:
 
 
 def exact_head(tables: ExactTables, dtype: torch.dtype, lengths_K: Tensor, numel: int) -> Tensor:
-    """The first bytes of a wire of exact differences, up to its blocks."""
+    """The bytes of a wire of exact differences that precede its blocks."""
     width = 2 if numel and int(lengths_K.max()) > 0xFF else 1
     bits, variant = 8 * dtype.itemsize, EXACT_DTYPES.index(dtype)
     header = _HEADER.pack(MAGIC, VERSION, Kind.EXACT, bits, variant, width, EXACT_BLOCK, tables.top, 0, numel)

@@ -48,7 +48,7 @@ class Codec(ABC):
         return self
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Length of the wire of `numel` elements. `dtype` matters to the identity alone."""
+        """Length of the wire of `numel` elements. Only `none` depends on `dtype`."""
         return _recipe(self, numel, dtype).layout.nbytes
 
     @ranged("thinwire::encode")
@@ -218,7 +218,7 @@ def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int |
 
 
 def _check_memory(*tensors: Tensor) -> None:
-    """Kernels read memory: a wrapper without any of its own (a DTensor, a fake tensor) has to be unwrapped."""
+    """Kernels read memory, which a wrapper (a DTensor, a fake tensor) does not have."""
     for tensor in tensors:
         offset = tensor.storage_offset() * tensor.itemsize  # a view's address has it, whether there is memory or not
         if tensor.device.type != "meta" and tensor.numel() and tensor.data_ptr() <= offset:

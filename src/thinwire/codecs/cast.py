@@ -38,7 +38,7 @@ class Cast(Codec):
     """
 
     format: FloatFormat = "bf16"
-    block: int = 128  # larger => fewer scale bytes, more of a block under its smallest number; fp16 alone: 0, no scales
+    block: int = 128  # larger => fewer scale bytes, more numbers of a block underflow; 0 (fp16 only) => no scales
 
     inputs = IDENTITY_DTYPES
 

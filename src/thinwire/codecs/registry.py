@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from thinwire.codecs.base import Codec
@@ -23,7 +24,7 @@ _LEAVES: dict[str, Callable[..., Codec]] = {
     **{f"trellis{bits}": partial(Trellis, bits) for bits in range(3, 0, -1)},
 }
 _COMPOSITE = re.compile(r"(bysize|byname)\((.*)\)", re.DOTALL)
-_WORDS = {"true": True, "false": False}
+_WORDS = {"true": True, "false": False, "True": True, "False": False}
 
 
 def codec(spec: str | Codec) -> Codec:
@@ -58,9 +59,11 @@ def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
     values: dict[str, int | float | bool | str] = {}
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or key not in known:
+        if key not in known:
             allowed = ", ".join(known) or "none"
             raise CodecError(f"codec {name!r} does not know the option {option.strip()!r}; options: {allowed}")
+        if not equals:
+            raise CodecError(f"codec {name!r}: the option {key!r} needs a value, as in {key}=...")
         if key in values:
             raise CodecError(f"codec {name!r} got the option {key!r} twice")
         values[key] = _value(value)
@@ -68,11 +71,10 @@ def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
 
 
 def _value(text: str) -> int | float | bool | str:
-    if text in _WORDS:
-        return _WORDS[text]
-    if re.fullmatch(r"-?\d*\.\d+", text):
-        return float(text)
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
+    for read in (_WORDS.__getitem__, int, float):
+        with suppress(KeyError, ValueError):
+            return read(text)
+    return text
 
 
 def _composite(name: str, body: str) -> Codec:

@@ -15,8 +15,6 @@ from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables,
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 7  # of native/thinwire.h
-_BAD_SCALE = 1  # TW_BAD_SCALE there
-_DAMAGED = 2  # TW_DAMAGED there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
@@ -114,7 +112,7 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
     shift = None if shift_C is None else shift_C.data_ptr()
     tensors = x_OCI.data_ptr(), scale_C.data_ptr(), shift, out_OCI.data_ptr()
-    return bool(_library().tw_fake_quantize(job, *tensors) != _BAD_SCALE)
+    return not _library().tw_fake_quantize(job, *tensors)  # TW_OK, or TW_BAD_SCALE
 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
@@ -145,7 +143,7 @@ def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor
 def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
     """out = the numbers that were encoded; False if the bytes are damaged."""
     pointers = blocks.data_ptr(), starts.data_ptr(), base.data_ptr(), out.data_ptr()
-    return bool(_library().tw_exact_decode(_exact(tables, base), *pointers) != _DAMAGED)
+    return not _library().tw_exact_decode(_exact(tables, base), *pointers)  # TW_OK, or TW_DAMAGED
 
 
 def _exact(tables: ExactTables, base: Tensor) -> _Exact:

@@ -19,7 +19,7 @@ from thinwire.kernels.schema import Backend
 from thinwire.wire import CastVariant, Format, Kind
 
 BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
-_requested = os.environ.get("THINWIRE_BACKEND", "auto")
+_requested = os.environ.get("THINWIRE_BACKEND") or "auto"  # an empty variable asks for nothing
 _said: set[str] = set()  # devices whose fallback to the reference was announced
 
 

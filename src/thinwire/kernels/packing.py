@@ -1,4 +1,4 @@
-"""Numbers into the bytes of a wire, and sums in an order that every device keeps: what all formats share."""
+"""What all formats share: numbers to and from the bytes of a wire, and sums in a fixed order."""
 
 import torch
 from torch import Tensor

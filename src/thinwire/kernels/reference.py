@@ -101,14 +101,14 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
 
 
 def saturate(format: Format, z: Tensor, most: float) -> Tensor:
-    """`most` in place of what the codes' error took past it. Further out is an overflow, and stays."""
+    """Clamp what quantization error took past `most` to it. Larger values are overflows, and stay."""
     reach = LLOYD_REACH if format.gaussian else OTHER_REACH
     beyond = min(f32(most * reach), FLOAT_MAX)
     return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
 
 
 def _fit_dtype(format: Format, z: Tensor, dtype: torch.dtype) -> Tensor:
-    """z where it goes into a 16-bit output: values just past its largest number become that."""
+    """z for an output of `dtype`: values just past the largest number of 16 bits become that number."""
     return z if dtype == torch.float32 else saturate(format, z, torch.finfo(dtype).max)
 
 
@@ -230,7 +230,7 @@ def _into_domain(x_KB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _enter_sum(x_KB: Tensor, post_K1: Tensor, *, lift_only: bool = False) -> tuple[Tensor, Tensor]:
-    """Bring a sum that its wires left in the middle domain into its own; where squares are not needed, only lift it."""
+    """Bring a sum in the middle domain into its own; with `lift_only` (no squares are needed) only a tiny one."""
     inner_KB, inner_K1 = _into_domain(x_KB)
     enter = (post_K1 == 1) & (inner_K1 < 1 if lift_only else inner_K1 != 1)
     return torch.where(enter, inner_KB, x_KB), torch.where(enter, inner_K1, post_K1)
@@ -376,7 +376,10 @@ def _cast(variant: CastVariant, x_KB: Tensor, peak_K1: Tensor, post_K1: Tensor) 
 def _encode_lloyd(
     how: Encoding, z_KB: Tensor, power_K1: Tensor, unscale_K1: Tensor, post_K1: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of the block by its mean square; the scale then fits the codes to the block, in integers."""
+    """code = level q nearest to z / rms; scale = <z, q> / <q, q>, or unbiased <z, z> / <z, q>.
+
+    power: mean square of z. The products are those of integers: y = round(grid * z / rms), and levels as in LevelTable.
+    """
     grid = table_of(how.format).grid
     codes = z_KB.shape[1]
     bad_K1 = ~z_KB.isfinite().all(1, keepdim=True)
@@ -404,7 +407,7 @@ def _encode_lloyd(
 
 
 def _nearest(bits: int, y_KB: Tensor, negative_KB: Tensor) -> tuple[Tensor, Tensor]:
-    """The Lloyd codes of cells, and the levels they stand for; a cell of 0 has a sign too."""
+    """The Lloyd codes of cells, and their levels. The sign is that of z, as a cell of 0 has none."""
     table = LLOYD[bits]
     rank_KB = torch.zeros_like(y_KB)
     for edge in table.edges:

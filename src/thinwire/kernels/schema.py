@@ -27,7 +27,7 @@ class Encoding:
         return self.stochastic or self.format.rotated
 
     def keys(self, seed: int, step: int, dither: int) -> tuple[int, int]:
-        """The keys of the rotation, and of stochastic rounding, a stream of hashing.py; 0 for what is not used."""
+        """The keys of rotation and stochastic rounding, 0 if not used. dither: the latter's stream in hashing.py."""
         rotation = hashing.key(seed, step, hashing.ROTATION) if self.format.rotated else 0
         return rotation, hashing.key(seed, step, dither) if self.stochastic else 0
 
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowJob:
-    """What is the same whenever a message in rows is encoded, added up or decoded."""
+    """What every encode, sum and decode of a message in rows has in common."""
 
     how: Encoding
     seed: int
@@ -93,7 +93,7 @@ class Grid:
 
 
 class FakeGradients(NamedTuple):
-    """The tensors of a fake quantizer's backward pass. Of the outputs, dx may be unwanted."""
+    """The tensors of a fake quantizer's backward pass. dx is None if nobody wants it."""
 
     x_OCI: Tensor
     grad_OCI: Tensor
@@ -168,12 +168,12 @@ class Backend(Protocol):
         """The bytes of all blocks of exact differences, one after the other, and the length of each."""
 
     def exact_decode(self, tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
-        """out = the numbers that were encoded; False if the bytes are damaged. All blocks lie inside their bytes."""
+        """out = the numbers that were encoded; False if the bytes are damaged. All `starts` lie inside `blocks`."""
 
 
 @dataclass(frozen=True)
 class LevelTable:
-    """What codes stand for, on integers: a value y in standard deviations falls into cell round(grid * y)."""
+    """The integers that codes stand for. A value of y standard deviations falls into cell round(grid * y)."""
 
     grid: int
     levels: tuple[int, ...]  # the positive ones
@@ -225,8 +225,8 @@ def table_of(format: Format) -> LevelTable:
     return TRELLIS[format.bits] if format.kind == Kind.TRELLIS else LLOYD[format.bits]
 
 
-# How far past the largest number of its output the codes' error can take a value, as a factor. Inside it the value is
-# that largest number; beyond it is an overflow, and becomes Inf.
+# Quantization error can take a value past the largest number of its output by these factors. Up to there the value
+# becomes that number; larger ones are overflows and become Inf.
 LLOYD_REACH = 4.0  # in a rotated block the errors of many codes can meet in one element
 OTHER_REACH = 1 + 2.0**-5  # block integers and casts: half a step and the rounding of the scale
 

@@ -1,12 +1,12 @@
-"""Kernels compiled in the background, several at once; and a word to whoever waits for a compiler.
+"""Compiles kernels in background threads, several at once, and announces long waits for them.
 
-[Note: Compiled ahead] A launch on tensors of the meta device, which have no memory, computes nothing: it only has its
-kernel compiled, and does not wait for that. So a series of launches on such tensors says which kernels it needs, and
-`compiled` waits for all of them. A third of a compilation is Python and the rest is not, so that threads make several
-kernels two to three times as fast as one after the other. Kernels in Triton's cache take milliseconds.
+[Note: Compiled ahead] A launch on meta tensors, which have no memory, computes nothing: it begins to compile its kernel
+and returns. So launches on meta tensors tell which kernels are needed, and `compiled` waits for all of them. A third of
+a compilation is Python, so threads compile several kernels two to three times as fast as a loop. Kernels in Triton's
+cache take milliseconds.
 
-[Note: Loaded without the lock] CUDA may load a kernel only when the kernels that run in the process have ended. One of
-NCCL's ends when other ranks send, and those may be waiting for a lock. So no rank loads while it holds one.
+[Note: Loaded without the lock] CUDA may delay the load of a kernel until all running kernels of the process end. One of
+NCCL's ends when other ranks send, and those may be waiting for the lock. So no rank holds the lock while it loads.
 """
 
 import os
@@ -23,7 +23,7 @@ from typing import Any
 
 from thinwire.log import announce
 
-PATIENCE_S = 1.0  # what takes longer is announced
+PATIENCE_S = 1.0  # longer waits are announced
 MOST_THREADS = 8
 _LOCKS = 64  # files; kernels that share one are compiled one after the other
 _announced = threading.Event()
@@ -81,7 +81,7 @@ def _alone(name: str) -> Iterator[None]:
 
 @contextmanager
 def announcing(what: str) -> Iterator[None]:
-    """Announce `what`, and where its result is kept, if what is done inside takes long; once per process."""
+    """Announce `what`, and where its result is kept, if the body takes long; once per process."""
     if _announced.is_set():
         yield
         return

@@ -51,7 +51,7 @@ class Sink(NamedTuple):
 
 @triton.jit
 def decode_blocks(sink, wire, stack, levels, rotation, norms, frame, T: tl.constexpr):
-    """The program's blocks of a stack of wires."""
+    """Decode the program's blocks of a stack of wires into the sink."""
     stack = Stack(wide(stack.stride), stack.world)
     program = tl.program_id(0)
     if program < tl.cdiv(frame.full, T.rows):
@@ -105,7 +105,7 @@ def _decode_tile(sink, wires, keys, norm, at, T: tl.constexpr):
 
 @triton.jit
 def note(bad, call, worst):
-    """Count a call once, if the largest bits of its numbers are not those of a finite one."""
+    """Count a call once, if `worst`, the largest bits of its numbers, are not those of a finite one."""
     if anywhere(worst) >= INF_BITS:
         before = tl.atomic_xchg(bad, call)
         if before != call:
@@ -156,7 +156,7 @@ def leave(z, post, T: tl.constexpr):
 
 @triton.jit
 def _fitted(z, out, KIND: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr):
-    """z where it goes into an output of the 16-bit KIND: values just past its largest number become that."""
+    """z for an output of the 16-bit KIND: values just past its largest number become that number."""
     if out.dtype.element_ty == KIND:
         return [_saturated(x, MOST, T) for x in z]
     else:
@@ -165,7 +165,7 @@ def _fitted(z, out, KIND: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
-    """MOST in place of what the codes' error took past it. Further out is an overflow, and stays."""
+    """Clamp what quantization error took past MOST to it. Larger values are overflows, and stay."""
     REACH: tl.constexpr = LLOYD_REACH if T.gaussian else OTHER_REACH
     size = tl.abs(x)
     cut = float_of(bits_of(tl.full(x.shape, MOST, tl.float32)) | (bits_of(x) & SIGN_BIT))
@@ -174,7 +174,7 @@ def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
 
 @triton.constexpr_function
 def beyond(most, reach):
-    """The end of what is still the codes' error, in fp32."""
+    """The largest value that is not an overflow, in fp32."""
     import struct
 
     largest_float = 3.4028234663852886e38

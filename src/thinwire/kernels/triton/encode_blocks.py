@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
 @triton.jit
 def encode_blocks(source, wire, cells, keys, frame, T: tl.constexpr):
-    """The program's blocks."""
+    """Encode the program's blocks."""
     program = tl.program_id(0)
     if program < tl.cdiv(frame.full, T.rows):
         first = program.to(tl.int64) * T.rows
@@ -159,7 +159,7 @@ def _last(source, first, length, T: tl.constexpr):
 
 @triton.jit
 def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """Rotate, write scales and codes; (stored scale, values of the codes)."""
+    """Rotate, then write codes and scales: (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     tile, power, unit, up, post, bad = in_domain(tile, one, one, T)
     if T.rotated:  # by a transform that is not normalized: the sum of squares is the mean square after it

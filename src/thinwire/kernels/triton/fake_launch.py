@@ -1,8 +1,8 @@
 """From a request for fake quantization to a launch: how a tensor is cut into tiles.
 
 [Note: Partial sums] A channel is shared by many programs. Each leaves one number for each of its rows (columns) and
-sum, and torch adds them: the result does not hang on the order in which programs end. The longer of outer and inner is
-the one that programs run along, so that these numbers are few.
+sum, and torch adds them: the result does not depend on the order in which programs end. Programs run along the longer
+of outer and inner, so that these numbers are few.
 """
 
 from functools import lru_cache
@@ -13,10 +13,11 @@ from torch import Tensor
 from thinwire.kernels.schema import FakeGradients, Grid
 from thinwire.kernels.triton import fake
 from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.tile import power_of_two
 
 _FORWARD_BYTES = 4096  # of a tile
 _BACKWARD = 512  # elements of a tile; more => fewer reductions, more registers
-_COLUMNS = 128  # a tile whose columns are channels: short rows leave more rows for a column to add
+_COLUMNS = 128  # of a tile whose columns are channels; more => fewer rows for a column to add
 _LONG = 128  # a row with as many elements keeps a warp busy
 _WARPS = 4
 _PROGRAMS = 4096  # enough to fill a large GPU several times; beyond them a program that sums takes several tiles
@@ -60,8 +61,8 @@ def _prepare(
     outer, channels, inner = shape
     by_row = inner >= min(outer, _LONG)
     rows, columns = (outer * channels, inner) if by_row else (outer, channels * inner)
-    wide = min(_power(columns), elements if by_row else _COLUMNS)
-    high = min(_power(rows), elements // wide)
+    wide = min(power_of_two(columns), elements if by_row else _COLUMNS)
+    high = min(power_of_two(rows), elements // wide)
     down = -(-rows // high)
     across = -(-columns // wide)
     beside, along = (down, across) if by_row else (across, down)
@@ -77,8 +78,3 @@ def _prepare(
     parts = (outer, channels, strips) if by_row else (strips, channels, inner)
     kernel = fake.forward_kernel if way == "forward" else fake.backward_kernel
     return Prepared(kernel, device, beside * strips, _WARPS, known, choices), parts
-
-
-def _power(n: int) -> int:
-    """The power of two from n up."""
-    return 1 << (n - 1).bit_length()

@@ -81,7 +81,7 @@ def sections(wire, frame, first, T: tl.constexpr):
 
 @triton.jit
 def wide(number):
-    """A number of 64 bits, for blocks that 32 do not count."""
+    """The number in 64 bits: offsets of far blocks need more than 32."""
     return tl.full((), 0, tl.int64) + number
 
 

@@ -31,7 +31,7 @@ MOST_UNROLLED = 8  # wires; sums of more are loops
 PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 PLAIN_WARPS = 8
 SHORT_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
+SMALL_NORM = 2.0**32  # times less, a sum of usual scales stays far inside bfloat16's range
 Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change from call to call, by name
 
 
@@ -41,12 +41,15 @@ Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change 
 def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
     """See schema.Backend."""
     layout = how.format.layout(x.numel())
-    if not how.format.block:
-        _encode_plain(layout, x, wire, residual)
-        return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
     at = wire.data_ptr() % 16
+    if not how.format.block:
+        raw = residual is None and how.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
+        constants = {"GROUPED": grouped and at == 0, "RESIDUAL": residual is not None, "RAW": raw}
+        launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
+        launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
+        return
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
     launch = blocks(encode_kernel, how, (layout,), config, x.device, at, grouped, mode=int(residual is not None))
@@ -92,41 +95,27 @@ def recode(
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
     """See schema.Backend."""
-    kept = x if memory is None else memory
-    start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device)
-    start((out, x, index, kept, index if gaps is None else gaps))
+    blanks = 0 if gaps is None else gaps.numel()
+    start = _moving(aside.set_aside_kernel, "out x index memory gaps", index.numel(), blanks, x.device)
+    start((out, x, index, x if memory is None else memory, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    _putting_back(index.numel(), x.device)((values, x, index))
+    start = _moving(aside.put_back_kernel, "values x index", index.numel(), 0, x.device)
+    start((values, x, index))
 
 
 @lru_cache(maxsize=1024)
-def _setting_aside(count: int, blanks: int, device: torch.device) -> Repeated:
+def _moving(kernel: Any, tensors: str, count: int, blanks: int, device: torch.device) -> Repeated:
     grid = -(-count // aside.MOVED.value)
-    made = Prepared(aside.set_aside_kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
-    return Repeated(lambda _: made, ("out", "x", "index", "memory", "gaps"))
-
-
-@lru_cache(maxsize=1024)
-def _putting_back(count: int, device: torch.device) -> Repeated:
-    made = Prepared(aside.put_back_kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
-    return Repeated(lambda _: made, ("values", "x", "index"))
+    made = Prepared(kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
+    return Repeated(lambda _: made, tuple(tensors.split()))
 
 
 def unrolled(world: int, format: Format) -> int:
     """The wires a kernel is compiled for; 0 for any number, as always of trellis codes."""
     return world if world <= MOST_UNROLLED and format.kind != Kind.TRELLIS else 0
-
-
-def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    raw = residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
-    carried = x if residual is None else residual
-    grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
-    constants = {"GROUPED": grouped, "RESIDUAL": residual is not None, "RAW": raw}
-    launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
-    launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
 
 
 # --- arguments that do not change from call to call -------------------------------------------------------------------
@@ -174,8 +163,8 @@ def _programs(layout: Layout, T: Tile) -> int:
 
 
 def _has_tail(layout: Layout) -> bool:
-    """Whether a kernel can work on a short last block. Those of levels always can: they take long to compile, and no
-    more registers than without; others would take some that full blocks can do without.
+    """Whether a kernel can work on a short last block. Kernels of levels always can: they take long to compile, and the
+    ability costs them no registers, as it does others.
     """
     return layout.format.gaussian or layout.numel % layout.format.block > 0
 
@@ -228,16 +217,14 @@ def frame(layout: Layout) -> Frame:
 def norms(layout: Layout, scale: float) -> Norms:
     """What a decoded sum is multiplied by; the products of numbers of 24 bits are exact."""
     norm = reference.f32(scale)
-    if not layout.format.rotated:
-        return Norms(norm, norm)
     root, tail_root = roots(layout)
     return Norms(norm * root, norm * tail_root)
 
 
 @lru_cache(maxsize=4096)
 def roots(layout: Layout) -> tuple[float, float]:
-    """1 / sqrt(codes) of a full block and of the short last one; 1 where codes are not levels."""
-    if not layout.format.gaussian:
+    """1 / sqrt(codes) of a full block and of the short last one; 1 where they are not rotated."""
+    if not layout.format.rotated:
         return 1.0, 1.0
     return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0
 
@@ -285,8 +272,8 @@ def split(key: int) -> tuple[int, int]:
 def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
     """The tables of a format in the memory of a device; something where there are none.
 
-    levels: the signed levels, as the bits of floats. After them follow the bytes that exact_sums.py permutes: ptxas
-    would keep such constants outside the registers, and move one in for every use.
+    levels: the signed levels, as the bits of floats; then the bytes that exact_sums.py permutes, since ptxas would move
+    constants into a register at every use.
     cells: of every cell up to the last edge, the code of its size in the top bits, and its level; of trellis codes see
     _trellis_cells.
     """
@@ -310,10 +297,7 @@ def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _trellis_cells(table: TrellisTable) -> list[int]:
-    """Of every cell with costs of its own four bytes, by subset: the costs, and the lowest index bits above them.
-
-    After those of all cells four bytes of each again, the levels.
-    """
+    """Four bytes per cell, one per subset: its cost below the lowest index bit. Then, alike, the levels."""
     costs = []
     levels = []
     for cell, cost in zip(range(-CELLS // 2, CELLS // 2), trellis.costs(table).T.tolist(), strict=True):

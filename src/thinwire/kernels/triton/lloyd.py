@@ -41,11 +41,10 @@ LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
 
 @triton.jit
 def in_domain(tile, unit, post, T: tl.constexpr):
-    """(tile, energy, unit, up, post, bad): as it is where all rows came in the middle domain and their energy proves
-    that they belong there, else settled, in units of 1.
+    """(tile, energy, unit, up, post, bad): unchanged if all rows are in the middle domain and their energy proves that
+    they belong there, else settled and in units of 1.
 
-    energy: sums of squares, in units. up: what a scale is to be multiplied by. post: undoes the domain. bad: rows that
-    are not finite.
+    energy: sums of squares, in units. up: a factor of the scale. post: undoes the domain. bad: rows with NaN or Inf.
     """
     energy = square_sum(tile, T)
     up = tl.full((T.rows, T.columns), 1.0, tl.float32)
@@ -62,7 +61,7 @@ def in_domain(tile, unit, post, T: tl.constexpr):
 def _settle(tile, post, T: tl.constexpr):
     """Any rows in their domain, and outside the middle one with their peak in [1, 2).
 
-    A row comes in the domain that `post` undoes and goes into its own if that is the middle one. A bad one is zeroed.
+    A row in the middle domain (`post` is 1) goes into its own; others stay in theirs. Bad rows become zeros.
     """
     peak_bits = largest([size_bits(x) for x in tile], T)
     bad = peak_bits >= INF_BITS
@@ -196,7 +195,7 @@ def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _rank(cell):
-    """How many edges of the 4-bit table a cell is not below, with the bits of ROUNDER, as it has them itself.
+    """How many edges of the 4-bit table are at or below a cell. Both have the bits of ROUNDER.
 
     A parabola goes through the ranks of all cells with less than a half to spare: tested for each.
     """

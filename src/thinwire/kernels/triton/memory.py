@@ -78,7 +78,7 @@ def store_words(pointer, words, inside, BYTES: tl.constexpr):
 
 @triton.jit
 def look_up(table, index, START: tl.constexpr):
-    """table[index - START], of a table of int32 that crosses no multiple of 2**32: its addresses differ below."""
+    """table[index - START] of int32. It crosses no multiple of 2**32: the upper halves of its addresses agree."""
     base = table.to(tl.int64)
     low = index * 4 + (base - 4 * START).to(tl.int32)
     high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)

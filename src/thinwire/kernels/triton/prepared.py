@@ -1,13 +1,13 @@
 """A kernel and its arguments, by name: those known beforehand, and at a call the others.
 
-[Note: Launching again] Triton's own way from arguments to a compiled kernel takes tens of microseconds of the host,
-more than a small message takes of the GPU. So a compiled kernel is kept by what Triton distinguishes: constants,
-dtypes, pointers on 16 bytes or not, integers that are longer than 32 bits and, unless a kernel takes any alike, those
-that are 1 or multiples of 16.
+[Note: Launching again] Triton takes tens of microseconds on the host to find a compiled kernel by its arguments, longer
+than the GPU takes for a small message. So compiled kernels are cached here, by what Triton distinguishes: constants,
+dtypes, whether pointers are aligned to 16 bytes, whether integers need 64 bits and, unless the kernel says
+do_not_specialize, whether they are 1 or multiples of 16.
 
-[Note: Structures] Arguments that belong together are one named tuple, which Triton passes as its members. It would
-compile a kernel of its own for every member that is 1, and for every multiple of 16. One kernel is to serve all values,
-so it is compiled for others in their place, as long and not special, and launched by its own call.
+[Note: Structures] Arguments that belong together form a named tuple, which Triton passes as its members. Triton would
+compile separate kernels for members that are 1 or multiples of 16. So that one kernel serves all values, it is compiled
+for placeholders (`_typical`) that are as wide and neither, and launched directly.
 """
 
 import functools
@@ -27,9 +27,9 @@ _found: dict[tuple[Any, ...], dict[tuple[Any, ...], Future[Any]]] = {}
 
 
 class Prepared:
-    """A kernel on one device, cut into `grid` programs of `warps` warps each, with all but the arguments of a call.
+    """A kernel on one device, as `grid` programs of `warps` warps each, with the arguments that all calls share.
 
-    Both dictionaries may hold more than the kernel asks for. registers: at most, for a thread.
+    Both dictionaries may hold more than the kernel takes. registers: the most that a thread may use.
     """
 
     def __init__(
@@ -57,10 +57,9 @@ class Prepared:
         self._found = _found.setdefault((kernel, device, warps, registers, kinds), {})
 
     def __call__(self, **given: Any) -> Any:
-        """Start the kernel with the arguments that were not known, and return what was compiled.
+        """Start the kernel with the other arguments, and return the compiled kernel; None under the interpreter.
 
-        On tensors without memory compile it, without waiting. [Note: Compiled ahead] They give None, and so does the
-        interpreter.
+        On tensors without memory only begin to compile it, and return None. [Note: Compiled ahead]
         """
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
@@ -117,12 +116,11 @@ class _Start(NamedTuple):
 
 
 class Repeated:
-    """A kernel that is started again and again, on tensors, and on numbers of 32 bits or structures of them.
+    """A kernel that is launched many times, on tensors and then 32-bit numbers or structures of them, named in order.
 
-    Which compiled kernel serves them depends on the tensors' dtypes (feedback may remember in fp32 or bf16) and on
-    where they begin within 16 bytes, so it is kept by those. The first time `make` is asked for a kernel, for tensors
-    of which four neighbors can be read at once or not. The order of the arguments is that of the names. Where the first
-    tensor has no memory, the kernel is only compiled.
+    The compiled kernel depends on the tensors' dtypes (feedback may remember in fp32 or bf16) and on their addresses
+    modulo 16, so it is cached by those. The first time `make` provides it; its argument says whether four neighbors of
+    all float tensors can be read at once. Where the first tensor has no memory, the kernel is only compiled.
     """
 
     def __init__(
@@ -169,7 +167,7 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _kind(value: Any, alike: bool) -> Any:
-    """What Triton distinguishes in an argument; alike: of numbers their width alone."""
+    """What Triton distinguishes in an argument; `alike`: of a number its width only."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
@@ -180,7 +178,7 @@ def _kind(value: Any, alike: bool) -> Any:
 
 
 def _typical(value: Any, member: bool = False) -> Any:
-    """The argument that a kernel is compiled for in place of `value`. [Note: Structures]"""
+    """The placeholder that a kernel is compiled for instead of `value`. [Note: Structures]"""
     if isinstance(value, tuple):
         members = [_typical(each, True) for each in value]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)

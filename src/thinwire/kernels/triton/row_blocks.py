@@ -57,14 +57,14 @@ class Seeds(NamedTuple):
 
 
 class Share(NamedTuple):
-    """`left` is remembered with a factor, in all rows but the own one (-1: there is none)."""
+    """The factor that `left` is remembered with in all rows but the own one (-1: there is none)."""
 
     own: Any
     factor: Any
 
 
 class Part(NamedTuple):
-    """The own part of a sum, which is added exactly."""
+    """The own part of a sum, which did not travel and is added exactly."""
 
     start: Any  # its first element
     own: Any  # the wire in whose place it is: see sums.Wires
@@ -167,7 +167,7 @@ class RowNorms(NamedTuple):
 
 @triton.jit
 def copy_row(source, out, numel):
-    """The programs' share of a row of numbers that does not travel."""
+    """Copy this program's share of a row that does not travel."""
     SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     each = tl.cdiv(wide(numel), tl.num_programs(0))
     begin = tl.program_id(0) * each
@@ -225,7 +225,7 @@ def _recode_own(wires, source, target, cells, keys, root, norm, scale, at, T: tl
 
 @triton.jit
 def _sum_of_others(wires, keys, norm, at, T: tl.constexpr):
-    """In two branches to the end: one behind them takes more registers (lloyd4 on sm_90: 96, not 80)."""
+    """finish(sum of wires), in both branches: one behind them takes more registers (lloyd4 on sm_90: 96, not 80)."""
     if T.rare:
         others, post = sum_any(wires, at, T)
         others = leave(finish(others, keys, norm, at, T), post, T)

@@ -59,13 +59,12 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     op = "recode" if own < 0 else "recode_own"
     config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel)
     keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
-    keyed = job.how.keyed
     if own < 0:
         known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
         wires = launch.unrolled(world, layout.format)
         made = launch.blocks(recode_kernel, job.how, (layout,), config, job.device, known=known, world=wires)
         blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
-        return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed) if keyed else _UNKEYED,))
+        return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed),))
     part = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))
     more = (("stack", Stack(job.stride, world - 1)), ("part", part), ("norms", launch.norms(layout, scale)))
     task = {"mode": _mode(feedback), "world": launch.unrolled(world - 1, layout.format)}
@@ -80,13 +79,15 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
         assert x is not None
         kept, left = (x, x) if memory is None else memory[:2]
-        adding((wires, wire, x, kept, left), (keys(mixed) if keyed else _UNKEYED,))
+        adding((wires, wire, x, kept, left), (keys(mixed),))
 
     return recode_own
 
 
 def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], Keys]:
     """The keys of a row, of a mixed step."""
+    if not job.how.keyed:
+        return lambda mixed: _UNKEYED
     seed = hashing.mix64(job.seed)
 
     def keys(mixed: int) -> Keys:

@@ -1,8 +1,8 @@
-"""The sum over ranks of a tile, from their wires: straight for usual scales, and exactly for all others.
+"""The sum over ranks of a tile, from their wires: a fast one for usual scales, and one for all others.
 
-Usual scales are zero or in the middle domain ([Note: Three domains] in schema.py), so they are added as they are. A
-tile that meets another one is added again, with every rule of the reference. Codes are small integers and scales have 8
-bits, so their products are exact, and a fused multiply-add rounds as the reference's multiplication and addition do.
+Usual scales are zero or in the middle domain ([Note: Three domains] in schema.py), so they are used as they are. A tile
+that meets another scale is added again, by all rules of the reference. Codes are small integers and scales have 8 bits,
+so their products are exact, and a fused multiply-add rounds as the reference's multiplication and addition do.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Wires(NamedTuple):
     stride: Any
     world: Any
     levels: Any  # of Lloyd and trellis wires: the table of signed levels
-    own: Any  # the wire that is left out, in whose place the one after all others is added; -1 is none
+    own: Any  # the wire that is left out, and replaced by the one after all others; -1: none
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def worst_scale(wires, at, T: tl.constexpr):
     return worst
 
 
-# A sum has two steps, with a branch between them: what is loaded before it decides which. Up to 8 wires are
-# only loaded before it, as adding them there too would take too many registers; more are added in one loop.
+# A sum has two steps and a branch between them, decided by the scales that the first step loads. It only loads up to 8
+# wires, since adding them too would take too many registers; more wires it adds in a loop.
 
 
 @triton.jit

@@ -85,7 +85,7 @@ class Tile:
         """The same for a short last block."""
         if self.pieces:
             return self
-        columns = _power_of_two(self.block // ragged_lanes(self.kind))
+        columns = power_of_two(self.block // ragged_lanes(self.kind))
         return self.loosened(columns if self.gaussian else min(columns, MOST_RAGGED))
 
     def loosened(self, columns: int) -> "Tile":
@@ -115,7 +115,7 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     lanes = _lanes(format, lanes)
     span = format.block // lanes
     vector = 1 if format.kind == Kind.TRELLIS else next(v for v in (4, 2, 1) if span % v == 0)
-    columns = _power_of_two(span // vector)
+    columns = power_of_two(span // vector)
     rows = max(1, threads // columns)
     shape = (int(format.kind), format.bits, int(format.variant), format.block, lanes, vector, columns, rows)
     whole = columns * vector == span
@@ -138,5 +138,6 @@ def _lanes(format: Format, wanted: int) -> int:
     return lanes
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The power of two from n up."""
     return 1 << max(0, n - 1).bit_length()

@@ -25,7 +25,7 @@ class Position(NamedTuple):
     first: Any  # the block of its first row
     length: Any  # elements per block
     span: Any  # elements per lane
-    row: Any  # past the last block it is that one again, so that loads need no mask
+    row: Any  # past the last block the last one again, so that loads need no mask
     column: Any
     inside: Any  # rows and columns that exist
     there: Any  # columns that exist: what can be loaded
@@ -49,7 +49,7 @@ def position(first, end, length, span, T: tl.constexpr):
 def piece(first, length, span, start, T: tl.constexpr, end=None):
     """The position of the columns from `start` on of block `first`, which is worked on piece by piece.
 
-    Every block is before `end`, but where decode says so ptxas takes fewer registers (fp16 on sm_90: 32, not 47).
+    Every block is before `end`, but decode passes it, as ptxas then takes fewer registers (fp16 on sm_90: 32, not 47).
     """
     row, column = rows_and_columns(T)
     column = column + start
@@ -67,7 +67,7 @@ def rows_and_columns(T: tl.constexpr):
 
 @triton.jit
 def row_start(row, STEP: tl.constexpr, T: tl.constexpr):
-    """row * STEP; a step that 32 bits do not hold occurs in tiles of one row only."""
+    """row * STEP. A step of more than 32 bits occurs only in tiles of one row, whose row is 0."""
     if T.rows > 1:
         row = row * STEP
     return row

@@ -33,8 +33,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` for tensors of `dtype` on `device`.
 
     op: encode, encode_residual, decode_sum, recode, or recode_own, whose own part is a tensor.
-    One serves all sizes, so that a kernel is compiled once; but a small tensor does not wait for the 64 numbers a
-    thread has in the tiles of a large Lloyd encode or recode.
+    All sizes share one, so that a kernel is compiled once, except in Lloyd encodes and recodes: their 64 numbers per
+    thread would make a small tensor wait.
     """
     if not how.format.block:
         return Config()
@@ -66,9 +66,6 @@ def fastest(op: str, format: Format, dtype: torch.dtype) -> Config:
 @lru_cache(maxsize=64)
 def starved(device: torch.device) -> bool:
     """Whether memory bandwidth, not arithmetic, limits every kernel on this GPU."""
-    return _starved(torch.cuda.get_device_properties(device))
-
-
-def _starved(gpu: Any) -> bool:
+    gpu: Any = torch.cuda.get_device_properties(device)
     bandwidth = 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8  # kHz, twice a cycle; bits
     return bool(0 < bandwidth < FED_BYTES * gpu.multi_processor_count)

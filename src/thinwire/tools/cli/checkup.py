@@ -53,7 +53,7 @@ def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
 def _asked_backend() -> Iterator[Finding]:
     """What THINWIRE_BACKEND asks for, if anything, for the tensors that this machine computes with."""
     asked = os.environ.get(BACKEND)
-    if asked is not None:
+    if asked:
         try:
             select(_device())
         except ThinwireError as error:
