@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -151,15 +152,16 @@ def test_sums_are_those_of_the_decoded_wires(group: Group, world: int) -> None:
     numel, codec = 3 * 4096 + 100, TopK()
     each, want = [numbers(numel, rank) for rank in range(world)], torch.empty(numel)
     codec.decode_sum(wires_of(codec, each), want)
-    one_shot, auto, rows = each[group.rank()].clone(), each[group.rank()].clone(), torch.empty(world * numel)
+    one_shot, auto, wrapped = (each[group.rank()].clone() for _ in range(3))
+    rows = torch.empty(world * numel)
     thinwire.all_reduce(one_shot, codec="topk", algorithm="one_shot")
     thinwire.all_reduce(auto, codec="topk", algorithm="auto")
     thinwire.all_gather_single(rows, each[group.rank()], codec="topk", algorithm="compressed")
-    assert torch.equal(one_shot, want)
+    thinwire.collectives.auto_quantize(dist.all_reduce, "topk")(wrapped)
+    assert all(torch.equal(found, want) for found in (one_shot, wrapped))
     assert torch.equal(functools.reduce(torch.add, rows.view(world, numel)), want)
     assert torch.equal(auto, want) or torch.allclose(auto, sum(each), atol=1e-4)
-    measured = thinwire.measure(torch.ones(5000), codec="topk").estimates
-    assert [one.algorithm for one in measured] == ["plain", "one_shot"]
+    assert [one.algorithm for one in thinwire.measure(wrapped, codec="topk").estimates] == ["plain", "one_shot"]
 
 
 def averaged(algorithm: str) -> None:

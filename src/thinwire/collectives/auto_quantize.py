@@ -26,6 +26,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import groups, moves, reduce
+from thinwire.collectives.sums import flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
 
@@ -178,7 +179,8 @@ class _AutoQuantized:
         else:
             first = next(iter(arguments.values()))
             verb, outputs = _VERBS[self._name], [first] if isinstance(first, Tensor) else list(first)
-        work = verb(**arguments | {"algorithm": _algorithm(verb, arguments)}, codec=self._codec)
+        algorithm = _algorithm(verb, arguments, self._codec, outputs)
+        work = verb(**arguments | {"algorithm": algorithm}, codec=self._codec)
         if self._quant_loss is None:
             return work
         if work is None:
@@ -203,8 +205,8 @@ class _AutoQuantized:
         return arguments
 
 
-def _algorithm(verb: Verb, arguments: Arguments) -> str:
-    """One that compresses: for two ranks a single round costs the same bytes and rounds once instead of twice."""
+def _algorithm(verb: Verb, arguments: Arguments, codec: Codec, outputs: Sequence[Tensor]) -> str:
+    """The algorithm that was asked for; for "auto", one that compresses."""
     asked: str = arguments.get("algorithm", "auto")
     if asked == "plain":
         raise CollectiveError(
@@ -214,7 +216,8 @@ def _algorithm(verb: Verb, arguments: Arguments) -> str:
         return asked
     if verb not in _REDUCES:
         return "compressed"
-    return "one_shot" if groups.resolve(arguments.get("group")).size() <= 2 else "two_phase"
+    shape = outputs[0].shape if len(outputs) == 1 else (sum(output.numel() for output in outputs),)
+    return flat_algorithm("auto", [codec.pick(shape=shape)], groups.resolve(arguments.get("group")).size())
 
 
 def _divide(outputs: Sequence[Tensor], by: float) -> None:

@@ -35,7 +35,7 @@ class IssuedCall:
     most_sent: int = 0  # elements that one rank sends in an exchange that was compared
 
     def context(self, plan: CallPlan, step: int | None) -> CallContext:
-        """What an operation of this call needs to know."""
+        """Number the call's step, draw its tags, and return what its operation needs to know."""
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
         self.site.step = number
@@ -52,7 +52,7 @@ def issue_call(
     lengths: Lengths | None = None,
     anew: bool = False,
 ) -> IssuedCall:
-    """Count a call, and compare it with the other ranks' unless one like it was before or, with `anew`, in any case."""
+    """Count a call. Compare it with the other ranks' if it is the first of its kind, or `anew`."""
     with channel.lock:
         if channel.failure is not None:
             raise broken(channel.failure)
@@ -72,7 +72,7 @@ def issue_known(
     algorithm: str,
     *how: object,
 ) -> IssuedCall | None:
-    """Issue the call whose like was remembered for these arguments; None if it was not. See [Note: Known calls].
+    """Issue a call like one remembered for these arguments; None if there is none. See [Note: Known calls].
 
     `how`: the op of a sum, or the source of a broadcast.
     """
@@ -83,7 +83,7 @@ def issue_known(
             return None
         dtype = tensors[0].dtype
         plan = channel.known.get((verb, codec, algorithm, how, dtype, *[tensor.shape for tensor in tensors]))
-    except (TypeError, AttributeError):  # not what it should be: the checks say so
+    except (TypeError, AttributeError):  # wrong arguments: the checks raise for them
         return None
     if plan is None:
         return None

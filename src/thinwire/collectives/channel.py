@@ -228,7 +228,7 @@ class Channel:
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary that another entry is put into: where there are very many, all are forgotten."""
+    """Return `kept`, about to get another entry; if it has MOST_KINDS, it is cleared first."""
     if len(kept) >= MOST_KINDS:
         kept.clear()
     return kept
@@ -317,7 +317,7 @@ def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 
 def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
-    """The channel of a group that was used before."""
+    """Return the channel of a group; None if the group was not used before."""
     state = _groups.get(groups.inner(group))
     return None if state is None else state.channels.get((device, None))
 

@@ -111,7 +111,7 @@ def others_first(rank: int, world: int) -> list[int]:
 
 
 def aligned(nbytes: int, to: int = 16) -> int:
-    """The bytes that a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
+    """Round up the bytes of a part of scratch: parts begin on multiples of 16, as wires do."""
     return -(-nbytes // to) * to
 
 
@@ -182,7 +182,7 @@ class Flat:
             torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def finish(self) -> None:
-        """Bring the numbers to tensors that could not be viewed as a row."""
+        """Copy the numbers back to tensors that could not be viewed as a row."""
         for tensor, part in zip(self.tensors, self._parts, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(part.view(tensor.shape))

@@ -16,24 +16,6 @@ Points = tuple[tuple[int, float], ...]  # (size, seconds), both rising
 Curves = dict[str, Points]  # of every algorithm, over elements
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
-    """Messages between all ranks at once: bytes that a rank sends, and the seconds until all has come."""
-
-    points: Points
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds of the smallest message."""
-        return self.points[0][1]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes per second in the largest message measured."""
-        nbytes, seconds = self.points[-1]
-        return nbytes / seconds
-
-
 class CurveKey(NamedTuple):
     verb: str
     dtype: torch.dtype
@@ -42,13 +24,8 @@ class CurveKey(NamedTuple):
 
 @dataclass
 class Measured:
-    exchange: Points = ()  # of messages: bytes to each other rank
+    exchange: Points = ()  # of messages between all ranks at once: bytes to each other rank, seconds until all came
     curves: dict[CurveKey, Curves] = field(default_factory=dict)
-
-    def link(self, world: int) -> MeasuredLink | None:
-        """The link of each of `world` ranks, if it was measured."""
-        points = tuple((size * (world - 1), seconds) for size, seconds in self.exchange)
-        return MeasuredLink(points) if points else None
 
 
 @dataclass(frozen=True)
@@ -66,7 +43,7 @@ class Choice:
     codec: str
     numel: int
     world: int
-    link: MeasuredLink | None  # None where nothing was measured
+    exchange: Points  # as Measured has it
     estimates: tuple[Estimate, ...]  # plain first
 
     @property
@@ -80,17 +57,17 @@ class Choice:
 
     def __str__(self) -> str:
         call = f"{self.verb} of {self.numel} elements over {self.world} ranks, codec {self.codec}"
-        link = self.link
-        if link is None and self.estimates:
+        if not self.exchange and self.estimates:
             return f"{call}: plain (with one rank, no elements or no compression there is nothing to choose)"
-        if link is None:
+        if not self.exchange:
             return (
                 f"{call}: not measured yet\n"
                 "algorithm='auto' measures this group at its first call of that kind; to measure now, call "
                 f"thinwire.measure(tensor, group, codec={self.codec!r}) on all of its ranks"
             )
-        rate = f"{8e-9 * link.bytes_per_s:.3g} Gbit/s per rank"
-        latency = f"{1e6 * link.latency_s:.0f} us per message"
+        nbytes, seconds = self.exchange[-1]
+        rate = f"{8e-9 * nbytes * (self.world - 1) / seconds:.3g} Gbit/s per rank"
+        latency = f"{1e6 * self.exchange[0][1]:.0f} us per message"
         lines = [f"{call}: {self.algorithm}", f"link: {rate}, {latency} (measured)"]
         for estimate in self.estimates:
             chosen = "  <- chosen" if estimate.algorithm == self.algorithm else ""
@@ -101,26 +78,25 @@ class Choice:
 
 
 def explained(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
-    """What `auto` does with a call in a group, which measures nothing where there is nothing to choose."""
+    """What `auto` does with a call in a group; where there is nothing to choose, that is plain, without measuring."""
     if world == 1 or numel == 0 or isinstance(key.codecs[0], Identity):
-        return Choice(key.verb, str(key.codecs[0]), numel, world, None, (Estimate("plain", 0.0, 0),))
+        return Choice(key.verb, str(key.codecs[0]), numel, world, (), (Estimate("plain", 0.0, 0),))
     return choice(measured, key, numel, world)
 
 
 def choice(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
     """What `auto` does with a message of `numel` elements in all, by the measurements there are."""
     codec = key.codecs[-1]
-    curves = measured.curves.get(key)
-    link = measured.link(world)
-    if link is None or curves is None:
-        return Choice(key.verb, str(codec), numel, world, None, ())
     plain = numel * key.dtype.itemsize
-    wire = codec.wire_bytes(numel, key.dtype)
+    wire = codec.wire_bytes(numel, key.dtype)  # raises where the codec does not take the dtype, as the call would
+    curves = measured.curves.get(key)
+    if not measured.exchange or curves is None:
+        return Choice(key.verb, str(codec), numel, world, (), ())
     estimates = tuple(
         Estimate(name, at(points, numel), _sent(key.verb, name, plain if name == "plain" else wire, world))
         for name, points in curves.items()
     )
-    return Choice(key.verb, str(codec), numel, world, link, estimates)
+    return Choice(key.verb, str(codec), numel, world, measured.exchange, estimates)
 
 
 def at(points: Points, size: float) -> float:

@@ -83,7 +83,7 @@ class Failures:
         self._lock = threading.Lock()
 
     def open(self, key: int) -> None:
-        """From now on use the store, under a key that all ranks have and no group had before."""
+        """From now on use the store, under a key that all ranks of this group know and no other group has used."""
         self._key = self._key or f"thinwire/{key:x}/over"
 
     def guard(self, site: CallSite, run: Callable[[], Found]) -> Found:
@@ -223,7 +223,7 @@ def _parsed(details: str) -> Lengths:
 
 
 def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]], name: Name) -> str | None:
-    """Which rank sends another one what that one does not expect, if one does."""
+    """Say which rank sends another one what that one does not expect; None if all fit."""
     for source, target in itertools.product(range(len(sent_R)), repeat=2):
         numel, expected = sent_R[source][target], expected_R[target][source]
         if numel != expected:
@@ -232,7 +232,7 @@ def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]],
 
 
 def _differing(calls: Sequence[str], versions: Sequence[str], name: Name) -> str:
-    """Which ranks called what, or run what."""
+    """Say which ranks made which call or, if all made the same, which ranks run which version."""
     verb = "called" if len(set(calls)) > 1 else "runs"
     sides: dict[str, list[int]] = {}
     for rank, side in enumerate(calls if verb == "called" else versions):

@@ -21,9 +21,9 @@ group_all_to_all: Any = getattr(_GROUP, "all_to_all_single", None) or _GROUP.all
 
 
 def inner(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group inside one that compresses by itself (thinwire.group); any other is its own.
+    """Return the plain group inside one that compresses by itself (thinwire.group); any other group as it is.
 
-    While Dynamo traces a function, which may not look inside a group, every group is its own.
+    While Dynamo traces, which cannot look inside a group, every group is returned as it is.
     """
     if type(group) is dist.ProcessGroup or torch.compiler.is_compiling():
         return group

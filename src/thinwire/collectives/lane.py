@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 
 class LaneSpec(NamedTuple):
-    """What does not change of a lane from call to call."""
+    """A lane's description, the same at every call."""
 
     numel: int
     codec: Codec
@@ -182,13 +182,13 @@ def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtyp
 
 
 def all_true(found: Tensor) -> Fine:
-    """Whether all of these are true."""
+    """Whether all are true: a bool on the CPU; on a GPU a tensor, for which the host does not wait."""
     whole = found.all()
     return bool(whole) if whole.device.type == "cpu" else whole
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
-    """Whether all lanes of a chunk are finite, if one has feedback or an `on_finite`, the first of which is called."""
+    """Whether all lanes of a chunk are finite; True, unchecked, if none has feedback or an `on_finite`."""
     lanes = [chunk.lane for chunk in chunks]
     if not any(lane.carry or lane.on_finite for lane in lanes):
         return True

@@ -25,7 +25,7 @@ _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
 _SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements, or bytes of a message
 Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
-# A verb, of tensors that hold as many ranks' parts of a message as `shares` say, a codec, an algorithm and a step.
+# A verb, called with tensors, a codec, an algorithm and a step; tensor i holds `shares[i]` ranks' parts of a message.
 Trial = Callable[..., object]
 
 

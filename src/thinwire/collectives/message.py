@@ -38,7 +38,7 @@ class Nodes(NamedTuple):
     inside: Codec  # inside a node, where a lane's own has not more bits
 
 
-# Of a lane: its feedback, what learns of its errors, and what learns whether a chunk is finite.
+# Of a lane: its feedback, a callback for its errors, and a callback for whether a chunk is finite.
 LaneHooks = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
 _NO_HOOKS: LaneHooks = (None, None, None)
 
@@ -135,7 +135,7 @@ class Message(_LaneMessage):
 
 
 def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
-    """A lane as it is encoded first: in its codec; inside a node, where bits are cheaper, in one of no fewer."""
+    """A lane as it is first encoded: in its codec or, inside a node, where bits are cheap, in one of no fewer bits."""
     if nodes is None:
         return flat_lane(spec, dtype)
     assert not spec.feedback  # a hierarchy has none
@@ -169,11 +169,11 @@ class RowMessage(_LaneMessage):
         hooks: Sequence[LaneHooks] | None = None,
         note: Bad | None = None,
     ) -> None:
-        """By lane: a row for the sum, and the rows of all ranks, which are changed where there is feedback.
+        """Run the message; return when the outputs are final (on a GPU: for what the current stream runs next).
 
-        Of a gather: the rows of all ranks, and the own one, which may be a part of them. It returns when the outputs
-        are there or, on a GPU, when the current stream will have them. `note`: where a program notes numbers that are
-        not finite.
+        Scatter: per lane, `outputs` is the row of the sum, `inputs` the rows for all ranks, overwritten if there is
+        feedback. Gather: `outputs` is the rows of all ranks, `inputs` the own row, which may be a part of them.
+        `note`: where a program notes numbers that are not finite.
         """
         call = issue_call(self.channel, self.text)
         if self.program is None or hooks is not None:

@@ -92,7 +92,7 @@ def all_gather(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """tensor_list[r] = rank r's tensor, alike on all ranks, of any size: thinwire.all_gather(out, x, codec="int8")."""
+    """tensor_list[r] = rank r's tensor, of any size, alike on all ranks: thinwire.all_gather(out, x, codec="int8")."""
     given = (*tensor_list, tensor)
     *outputs, input = checks.check_tensors(given, "all_gather", outputs=len(tensor_list), step=step)
     channel = channel_of(groups.resolve(group), input.device)
@@ -243,7 +243,7 @@ def all_to_all(
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int] | None, world: int, name: str) -> Sequence[Tensor]:
-    """What a tensor of all_to_all_single has for, or takes from, every rank."""
+    """Cut a tensor of all_to_all_single into the parts for, or from, every rank."""
     if tensor.dim() == 0:
         raise CollectiveError(f"all_to_all_single: {name} must have a dimension to cut, got a scalar")
     rows = tensor.shape[0]

@@ -251,7 +251,7 @@ def broken(cause: str) -> CollectiveError:
 
 
 def refuse(inbox: "SimpleQueue[Operation | None]", cause: str) -> None:
-    """Fail all operations that a pipeline which has failed did not come to."""
+    """Fail all operations still in the inbox of a pipeline that has failed."""
     with contextlib.suppress(Empty):
         while True:
             operation = inbox.get(block=False)

@@ -106,7 +106,7 @@ def sum_plan(
 
 
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
-    """A lane of numbers of `dtype` as it is summed on one group: a rank adds its own numbers as they are."""
+    """A lane of numbers of `dtype`, summed on one group: a rank adds its own numbers without rounding them."""
     return spec._replace(dtype=dtype, exact_local=not isinstance(spec.codec, Identity))
 
 
@@ -298,7 +298,7 @@ def sized(plan: CallPlan, lengths: Sequence[int]) -> CallPlan:
 
 
 def _check_torch_takes(dtype: torch.dtype, links: Sequence[Transport]) -> None:
-    """Raise where torch's own verbs would, in the middle of a call, after which the group is lost."""
+    """Raise for a dtype at which torch's own verb would fail in the middle of the call, and lose the group."""
     if dtype not in _GLOO_DTYPES and not all(link.on_stream for link in links):
         known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
         raise CollectiveError(f"gloo takes {known}, got {dtype}: convert the tensor, or copy its view(torch.uint8)")
@@ -317,5 +317,5 @@ def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Seque
 
 
 def _named(key: PlanKey, numel: int) -> tuple[Codec, ...]:
-    """The codecs of a call, even those it has no use for; raises where a string names none."""
+    """The codecs of a call, used or not; raises if a string names none."""
     return tuple(codec_for(codec, (numel,)) for codec in key.codecs)

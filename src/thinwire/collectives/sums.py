@@ -107,7 +107,7 @@ def send_shards(
 ) -> tuple[list[Tensor], Sequence[Waitable]]:
     """The first phase of a sum: every rank gets its shard from all ranks.
 
-    Gives the wires of every rank's shards, of all lanes (the own ones are still to be written), and what moves.
+    Returns the wires of all shards, with all lanes (the own shard's are not written yet), and the messages under way.
     """
     sizes_LW = [wire_sizes(chunk.lane.codec, chunk.split(link.world), chunk.x.dtype) for chunk in chunks]
     sizes_WL = [[sizes[shard] for sizes in sizes_LW] for shard in range(link.world)]
@@ -158,7 +158,7 @@ def _reduce_shard(chunk: LaneChunk, link: Transport, scale: float) -> None:
 
 
 def _sum_of_others(chunk: LaneChunk, link: Transport, scale: float) -> Tensor:
-    """Of the own shard. In place of the own wire, which was not written, goes the last one."""
+    """Sum the others' wires of the own shard. The last one moves to the place of the own, which was not written."""
     last = link.world - 1
     if link.rank != last:
         chunk.received_WN[link.rank].copy_(chunk.received_WN[last])

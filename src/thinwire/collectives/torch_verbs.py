@@ -1,8 +1,7 @@
 """torch's own verbs behind the same signatures: what algorithm="plain" runs. Exact, any dtype torch takes.
 
-They are called on the group itself: torch's functions would check the arguments again, and put calls off under its
-_coalescing_manager. gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of
-what it has.
+They are called on the group itself: torch's functions would check the arguments again, and delay calls inside its
+_coalescing_manager. gloo lacks AVG, PREMUL_SUM and lists of uneven lengths; they are built here on the calls it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
 
 
 def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The sum, or whatever `op` is, of every rank's values: `what` is what they are for."""
+    """Combine every rank's values by `op`; `what`, in errors, is what they are for."""
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
     combine(what, tensor, op, group)
     found: list[float] = tensor.tolist()
@@ -57,7 +56,7 @@ def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup,
 
 
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """The same of a tensor, in place."""
+    """Combine every rank's tensor by `op`, in place."""
     call = issue_call(
         channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})"
     )
@@ -67,7 +66,7 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
+    """Gather every rank's tensor, all of one size, into `parts` on the group's first rank; others pass no parts."""
     call = issue_call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
     wait(work, call.channel, call.site)
@@ -142,7 +141,7 @@ def broadcast(call: IssuedCall, tensor: Tensor, source: int, outputs: Sequence[T
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the addresses between which two tensors lie overlap."""
+    """Whether the address ranges of two tensors overlap."""
     (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
     return begin < other_end and other_begin < end
 
@@ -156,13 +155,13 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
-    """What is read chunk by chunk; a copy where the part lies across rows of the whole, whose chunks are written."""
+    """Return `read`, or a copy if `part` lies across rows of `whole`: chunks are written while others are read."""
     offset = part.data_ptr() - whole.data_ptr()
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
 
 
 def _start(call: IssuedCall, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
-    """Start a torch collective; None for a rank alone, which sends nothing, so that any dtype will do."""
+    """Start a torch collective. A rank alone only copies, whatever the dtype, and gets None."""
     if call.channel.world == 1:
         out.copy_(sent)
         return None
@@ -187,7 +186,7 @@ def _row(tensors: Sequence[Tensor]) -> Tensor:
 def _finish(
     parts: Sequence[Tensor], row: Tensor, reduction: Reduction | None = None, world: int = 1
 ) -> Callable[[], None] | None:
-    """What multiplies a sum, where the backend did not, and brings a row to its tensors; None if nothing is left."""
+    """Return a function that scales a sum, where the backend did not, and copies the row to its tensors, or None."""
     in_place = len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() == row.data_ptr()
     if in_place and (reduction is None or reduction.scale(world) == 1.0):
         return None

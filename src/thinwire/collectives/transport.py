@@ -73,7 +73,7 @@ class LostRankError(RuntimeError):
 
 
 def lost_in(error: BaseException) -> LostRankError | None:
-    """The error as a LostRankError, if a transport or NCCL raised it because a rank is lost; None for other errors."""
+    """Return the error as a LostRankError if a transport or NCCL raised it because a rank is lost, else None."""
     if isinstance(error, LostRankError):
         return error
     return LostRankError(None, error) if isinstance(error, dist.DistBackendError) else None
@@ -97,7 +97,7 @@ class Moving(list[Waitable]):
 
 
 def wait_for(moving: Sequence[Waitable], *timeout: timedelta) -> None:
-    """Wait for messages, for each at most the `timeout`, else the group's as it is now; raises LostRankError."""
+    """Wait for messages, for each at most `timeout` or the group's timeout as it is now; raises LostRankError."""
     if not timeout and isinstance(moving, Moving) and moving.options is not None:
         timeout = (moving.options._timeout,)
     at = 0
@@ -220,7 +220,7 @@ def _compare_checksums(part: Tensor, sums: Tensor, sender: str) -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that something is done with once it has arrived."""
+    """A message that is checked or copied (`then`) once it has arrived."""
 
     works: Sequence[Waitable]
     then: Callable[[], object]

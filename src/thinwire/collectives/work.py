@@ -144,7 +144,7 @@ class StreamWork(Work):
 
 
 def again(error: BaseException) -> BaseException:
-    """The same error without a traceback, whose frames hold tensors and groups. An error that is kept is never raised.
+    """Copy an error without its traceback, whose frames hold tensors and groups. An error that is kept is never raised.
 
     A future's error is held by C++, which the garbage collector cannot look into.
     """
@@ -156,7 +156,7 @@ def again(error: BaseException) -> BaseException:
 
 
 def fail_future(future: "Futures[Any]", error: BaseException) -> None:
-    """Raise `error`, a new copy each time, in all who wait for a future."""
+    """Fail a future: whoever waits for it gets a new copy of `error`."""
     kept = again(error)
 
     def raise_again(_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which calls of a group travel in which codec: rules, as strings and as what they say."""
+"""Which calls of a group travel in which codec: rules, and how they are parsed."""
 
 import functools
 import os
@@ -40,7 +40,7 @@ class GroupRule:
 
 
 class GroupRules:
-    """GroupRules in order: the first that fits decides. A codec of `none`, or no rule, leaves a call to torch."""
+    """Rules in order: the first that fits decides. A codec of `none`, or no rule, leaves a call to torch."""
 
     def __init__(self, text: str) -> None:
         self._rules = tuple(_rule(part.strip()) for part in text.split(";") if part.strip())
