@@ -274,7 +274,8 @@ class Gatherer:
         kept = self.copy.tensor
         if kept is None or group.size() == 1:
             gather_exactly(output, input, group)
-            self.copy.tensor = output.detach().clone() if group.size() > 1 else None
+            with torch.inference_mode(False):
+                self.copy.tensor = output.detach().clone() if group.size() > 1 else None
             return None
         if input.is_cuda:
             own = exchange(input, kept.view(group.size(), -1), group)
@@ -294,8 +295,9 @@ class Gatherer:
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> int | None:
         self._rank = group.rank()
         if self._loaded is not None:
-            self.copy.tensor = torch.empty_like(output)
-            gather_exactly(self.copy.tensor, self._loaded.to(input), group)
+            with torch.inference_mode(False):
+                self.copy.tensor = torch.empty_like(output)
+                gather_exactly(self.copy.tensor, self._loaded.to(input), group)
             self._loaded = None
         if self.copy.tensor is None:
             gather_exactly(output, input, group)
