@@ -67,13 +67,13 @@ class Manifest(NamedTuple):
             pieces, tied = json.loads(text)
             found = [WeightBox(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
             manifest = cls(tuple(found), tuple((str(a), str(b)) for a, b in tied))
-        except (ValueError, TypeError) as error:
+            manifest.names()
+        except (ValueError, TypeError, KeyError) as error:
             raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
         for piece in found:
-            boxes = list(zip(piece.shape, piece.start, piece.box, strict=False))
-            if piece.dtype not in DTYPES or not len(piece.shape) == len(piece.start) == len(piece.box) == len(boxes):
-                raise WireError(f"the manifest of a snapshot is damaged: {piece}")
-            if any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
+            boxes = zip(piece.shape, piece.start, piece.box, strict=False)
+            is_whole = piece.dtype in DTYPES and len(piece.shape) == len(piece.start) == len(piece.box)
+            if not is_whole or any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
                 raise WireError(f"the manifest of a snapshot is damaged: {piece}")
         return manifest
 
@@ -87,11 +87,21 @@ class Manifest(NamedTuple):
         """Pieces that are coded together, by dtype."""
         closed: list[list[WeightBox]] = []
         growing: dict[str, list[WeightBox]] = {}
+        numels: dict[str, int] = {}
         for piece in self.pieces:
             growing.setdefault(piece.dtype, []).append(piece)
-            if sum(prod(one.box) for one in growing[piece.dtype]) >= _SEGMENT_NUMEL:
+            numels[piece.dtype] = numels.get(piece.dtype, 0) + prod(piece.box)
+            if numels[piece.dtype] >= _SEGMENT_NUMEL:
                 closed.append(growing.pop(piece.dtype))
+                del numels[piece.dtype]
         return closed + list(growing.values())
+
+    def names(self) -> dict[str, list[str]]:
+        """The names that each piece is sent for: its own, and those of tensors tied to it."""
+        found = {piece.name: [piece.name] for piece in self.pieces}
+        for name, sent in self.tied:
+            found[sent].append(name)
+        return found
 
 
 class WeightMessage(NamedTuple):
@@ -144,7 +154,7 @@ class WeightPublisher:
         A rank of a sharded model writes to `to` with its part's number as a suffix. Ranks of the group that do not
         publish call `WeightSubscriber.receive`.
         """
-        found, tied, self._part = _published(_state(self._model), self._names, self._dtype)
+        found, tied, self._part = _published(_state(self._model, self._names), self._dtype)
         manifest = Manifest(tuple(found), tied)
         new = [_joined([found[piece] for piece in pieces], pieces[0].dtype) for pieces in manifest.segments()]
         is_new = not self.version or manifest != self._manifest
@@ -156,7 +166,7 @@ class WeightPublisher:
             self._history.clear()
         else:
             self._history.append((self.version, message))
-        if to is not None:
+        if to is not None and self._part.is_sent:
             path = to if self._part.parts == 1 else f"{os.fspath(to)}.{self._part.number}"
             with checkpoint.replacing(Path(path)) as file:
                 file.write(message)
@@ -210,19 +220,8 @@ class WeightSubscriber:
         device: torch.device | str | None = None,
     ) -> None:
         self.version = 0  # that was applied last; 0 before that
-        found = _state(model)
-        missing = sorted(set(names or ()) - set(found))
-        if missing:
-            raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
-        self._targets = {name: found[name] for name in (found if names is None else names)}
-        for name, tensor in self._targets.items():
-            if hasattr(tensor, "placements"):
-                raise CollectiveError(f"{name} is sharded, and a worker needs whole tensors: subscribe before sharding")
-            if (tensor.is_floating_point() and tensor.itemsize == 1) or tensor.is_quantized:
-                raise CollectiveError(
-                    f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
-                    "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
-                )
+        self._model = model
+        self._targets = _targets(model, None if names is None else set(names))
         self._device = None if device is None else torch.device(device)
         self._copies: dict[int, _Copy] = {}
 
@@ -232,6 +231,7 @@ class WeightSubscriber:
         All parts of a sharded model go into one call, as a list. An update that is damaged, or that does not follow the
         version of the subscriber, raises WireError; then the model is as it was.
         """
+        self._targets = _targets(self._model, set(self._targets))  # it may have been moved to a GPU
         messages = sorted(_messages(update), key=lambda message: (message.version, message.kind, message.part))
         version, copies = self.version, self._copies
         for number in dict.fromkeys(message.version for message in messages):
@@ -277,9 +277,11 @@ class WeightSubscriber:
         if len(message.body) != at + sum(piece.nbytes for piece in manifest.pieces):
             raise WireError("the numbers of a snapshot do not fit its manifest: it is damaged")
         segments: list[Tensor | None] = []
+        names = manifest.names()
         for pieces in manifest.segments():
             end = at + sum(piece.nbytes for piece in pieces)
-            device = self._place(pieces, manifest)
+            wanted = [name for piece in pieces for name in names[piece.name] if name in self._targets]
+            device = (self._device or self._targets[wanted[0]].device) if wanted else None
             bits = torch.frombuffer(bytearray(message.body[at:end]) or bytearray(8), dtype=torch.uint8)[: end - at]
             segments.append(None if device is None else bits.view(DTYPES[pieces[0].dtype]).to(device))
             at = end
@@ -303,20 +305,14 @@ class WeightSubscriber:
             raise WireError("an update does not end with its last segment: it is damaged")
         return copy._replace(segments=segments)
 
-    def _place(self, pieces: list[WeightBox], manifest: Manifest) -> torch.device | None:
-        """The device of a segment's copy; None if the model has none of its tensors."""
-        also = {sent: name for name, sent in manifest.tied if name in self._targets}
-        wanted = [self._targets.get(p.name, self._targets.get(also.get(p.name, ""))) for p in pieces]
-        return next((self._device or tensor.device for tensor in wanted if tensor is not None), None)
-
     def _check(self, copies: dict[int, _Copy]) -> None:
         """Raise WireError unless the copies have every tensor of the model, in its shape."""
         sent: dict[str, tuple[WeightBox, int]] = {}
         for copy in copies.values():
-            alike = {piece.name: piece for piece in copy.manifest.pieces}
-            tied = [alike[of]._replace(name=name) for name, of in copy.manifest.tied if of in alike]
-            for piece in [*copy.manifest.pieces, *tied]:
-                sent[piece.name] = piece, prod(piece.box) + sent.get(piece.name, (piece, 0))[1]
+            names = copy.manifest.names()
+            for piece in copy.manifest.pieces:
+                for name in names[piece.name]:
+                    sent[name] = piece, prod(piece.box) + sent.get(name, (piece, 0))[1]
         missing = sorted(set(self._targets) - set(sent))
         if missing:
             raise WireError(f"{', '.join(missing)} of the model are not published: choose others with names=")
@@ -328,17 +324,17 @@ class WeightSubscriber:
             if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
                 raise WireError(f"{name} is published as {dtype}, the model has {tensor.dtype}")
 
+    @torch.no_grad()
     def _write(self, copies: dict[int, _Copy]) -> None:
         for copy in copies.values():
-            names: dict[str, list[str]] = {}
-            for name, sent in [*((p.name, p.name) for p in copy.manifest.pieces), *copy.manifest.tied]:
-                names.setdefault(sent, []).append(name)
+            names = copy.manifest.names()
             for pieces, values in zip(copy.manifest.segments(), copy.segments, strict=True):
-                if values is None:
-                    continue
-                for piece, part in zip(pieces, values.split([prod(piece.box) for piece in pieces]), strict=True):
+                parts = () if values is None else values.split([prod(piece.box) for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=False):
+                    spans = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))
                     for tensor in (self._targets[name] for name in names[piece.name] if name in self._targets):
-                        _write_box(tensor, piece, part)
+                        with torch.inference_mode(tensor.is_inference()):
+                            tensor[spans].copy_(part.view(piece.box))
 
 
 # --- what is published ------------------------------------------------------------------------------------------------
@@ -350,8 +346,8 @@ class _Part(NamedTuple):
     is_sent: bool  # by this rank, and not by another that holds the same
 
 
-def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, by name, without wrappers'."""
+def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, by name, without wrappers'; those of `names`, if it is given."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -360,17 +356,39 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if isinstance(inner, nn.Module) and any(hasattr(module, "_fsdp_wrapped_module") for module in inner.modules()):
         raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(inner)}")
     found = inner.state_dict() if isinstance(inner, nn.Module) else inner
-    return {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _published(
-    state: dict[str, Tensor], names: set[str] | None, dtype: torch.dtype | None
-) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
-    """What this rank publishes, floating-point numbers as `dtype`; names of tied tensors; the part."""
+    state = {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
     missing = sorted((names or set()) - set(state))
     if missing:
         raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
-    parts = {_part_of(name, value) for name, value in state.items() if hasattr(value, "placements")}
+    chosen = {name: value for name, value in state.items() if names is None or name in names}
+    for name, value in chosen.items():
+        if value.is_meta:
+            raise CollectiveError(f"{name} is on the meta device, without numbers: materialize the model first")
+    return chosen
+
+
+def _targets(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+    """The tensors that a worker's updates are written to, as the model has them now."""
+    found = _state(model, names)
+    for name, tensor in found.items():
+        if hasattr(tensor, "placements"):
+            raise CollectiveError(f"{name} is sharded, and a worker needs whole tensors: subscribe before sharding")
+        if (tensor.is_floating_point() and tensor.itemsize == 1) or tensor.is_quantized:
+            raise CollectiveError(
+                f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
+                "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise CollectiveError(f"{name} is expanded, and its elements share memory: clone it, or leave it out")
+    return found
+
+
+def _published(
+    state: dict[str, Tensor], dtype: torch.dtype | None
+) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
+    """What this rank publishes, floating-point numbers as `dtype`; names of tied tensors; the part."""
+    sharded = {name: _shard(name, value) for name, value in state.items() if _is_sharded(value)}
+    parts = {part for part, _, _ in sharded.values()}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
     part = parts.pop() if parts else _Part(0, 1, True)
@@ -378,9 +396,9 @@ def _published(
     tied = []
     seen: dict[object, str] = {}
     for name, value in state.items():
-        if (names is not None and name not in names) or (part.number and not hasattr(value, "placements")):
-            continue  # one part has what all ranks hold
-        local, start = _local(value, part)
+        if part.number and name not in sharded:
+            continue  # part 0 has what all ranks hold
+        _, local, start = sharded.get(name) or (part, _local(value), (0,) * value.dim())
         key = local.data_ptr(), local.shape, local.stride(), local.dtype
         if local.numel() and key in seen:
             tied.append((name, seen[key]))
@@ -393,23 +411,25 @@ def _published(
     return found, tuple(tied), part
 
 
-def _part_of(name: str, value: Any) -> _Part:
-    sharded = [dim for dim, placement in enumerate(value.placements) if placement.is_shard()]
-    others = [dim for dim, placement in enumerate(value.placements) if placement.is_replicate()]
-    if len(sharded) != 1 or len(others) + 1 != len(value.placements):
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "placements") and not all(placement.is_replicate() for placement in value.placements)
+
+
+def _local(value: Any) -> Tensor:
+    local: Tensor = value.to_local() if hasattr(value, "placements") else value
+    return local.detach()
+
+
+def _shard(name: str, value: Any) -> tuple[_Part, Tensor, tuple[int, ...]]:
+    """This rank's part, its elements, and where they start in the whole tensor."""
+    axes = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
+    others = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate()]
+    if len(axes) != 1 or len(others) + 1 != len(value.placements):
         raise CollectiveError(f"{name} has placements {value.placements}; tensors sharded once can be published")
-    at = value.device_mesh.get_coordinate()
-    return _Part(at[sharded[0]], value.device_mesh.size(sharded[0]), all(at[dim] == 0 for dim in others))
-
-
-def _local(value: Any, part: _Part) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's elements, and where they start in the whole tensor."""
-    if not hasattr(value, "placements"):
-        return value.detach(), (0,) * value.dim()
-    dim = next(placement.dim for placement in value.placements if placement.is_shard())
-    each = -(-value.shape[dim] // part.parts)
-    first = min(each * part.number, value.shape[dim])
-    return value.detach().to_local(), tuple(first if d == dim else 0 for d in range(value.dim()))
+    at, parts, dim = value.device_mesh.get_coordinate(), value.device_mesh.size(axes[0]), value.placements[axes[0]].dim
+    part = _Part(at[axes[0]], parts, all(at[axis] == 0 for axis in others))
+    first = min(-(-value.shape[dim] // parts) * part.number, value.shape[dim])
+    return part, _local(value), tuple(first if d == dim else 0 for d in range(value.dim()))
 
 
 def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
@@ -454,12 +474,14 @@ def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
     return struct.pack("<I", len(text)) + text + b"".join(map(_bytes, segments))
 
 
-def _messages(update: Update) -> list[WeightMessage]:
+def _messages(update: Any) -> list[WeightMessage]:
     """The messages of an update, each checked."""
     if isinstance(update, str | os.PathLike):
         update = Path(update).read_bytes()
+    if isinstance(update, Tensor) or not isinstance(update, Iterable):  # tensors iterate, too
+        raise CollectiveError(f"expected an update as bytes, a path, or a list of these, got {type(update).__name__}")
     if not isinstance(update, bytes | bytearray | memoryview):
-        return [message for part in list[Any](update) for message in _messages(part)]
+        return [message for part in update for message in _messages(part)]
     view, found = memoryview(update).cast("B"), []
     while len(view):
         if len(view) < _HEADER.size + 4 or bytes(view[:4]) != _MAGIC:
@@ -474,12 +496,6 @@ def _messages(update: Update) -> list[WeightMessage]:
         found.append(message)
         view = view[end + 4 :]
     return found
-
-
-def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        box = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))]
-        box.copy_(values.view(piece.box))
 
 
 def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
