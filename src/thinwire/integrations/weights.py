@@ -1,9 +1,9 @@
-"""Weights for workers that follow a trainer: what changed since the last version, exactly, over any transport.
+"""Sends a trainer's weights to workers: what changed since the last version, without loss, over any transport.
 
-A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers; that of an
-update has, for every segment of the manifest, its length, the sum of its new bits, and a wire of exact differences.
-A segment is all tensors of one dtype, up to tens of millions of numbers. Ranks of a sharded model send a part each:
-their own shards. Messages may follow one another in one buffer. Nothing is unpickled.
+A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers. The body of
+an update has, for each segment of the manifest, a length, the sum of the new bits, and a wire of exact differences. A
+segment is tensors of one dtype, up to tens of millions of numbers. Each rank of a sharded model sends a part: its own
+shards. A buffer may hold several messages, one after the other. Nothing is unpickled.
 """
 
 import json
@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sBxHHxxQQQ8sQ")  # magic, kind, part, parts, publishe
 _SEGMENT = struct.Struct("<Qq")  # bytes, sum of the new bits
 _MAGIC = b"TWU1"
 _SNAPSHOT, _UPDATE = range(2)
-_SEGMENT_NUMEL = 1 << 25  # a segment is closed when it has as many; tensors are not cut. GPUs need long ones
+_SEGMENT_NUMEL = 1 << 25  # a segment ends with the tensor that reaches it; GPUs need long segments
 _SENT = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in [*_SENT, "float8_e4m3fn", "float8_e5m2"]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -42,7 +42,7 @@ Update = bytes | bytearray | memoryview | str | os.PathLike[str] | Sequence[Any]
 
 
 class WeightBox(NamedTuple):
-    """A tensor, or this rank's box of it."""
+    """A published tensor, or the box of it that one rank has."""
 
     name: str
     dtype: str
@@ -56,10 +56,10 @@ class WeightBox(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a publisher sends: pieces in the order of their numbers, and names of tied tensors."""
+    """What a publisher sends: the pieces, in the order of their numbers, and the names of tied tensors."""
 
     pieces: tuple[WeightBox, ...]
-    tied: tuple[tuple[str, str], ...]  # a name, and the one it is sent as
+    tied: tuple[tuple[str, str], ...]  # a name, and the name of the piece that has its numbers
 
     @classmethod
     def parse(cls, text: bytes) -> "Manifest":
@@ -84,7 +84,7 @@ class Manifest(NamedTuple):
         return blake2b(self.text(), digest_size=8).digest()
 
     def segments(self) -> list[list[WeightBox]]:
-        """Pieces that are coded together, by dtype."""
+        """The pieces that are encoded together: of one dtype each."""
         closed: list[list[WeightBox]] = []
         growing: dict[str, list[WeightBox]] = {}
         numels: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Manifest(NamedTuple):
         return closed + list(growing.values())
 
     def names(self) -> dict[str, list[str]]:
-        """The names that each piece is sent for: its own, and those of tensors tied to it."""
+        """The names of the tensors that each piece is for: its own, and those tied to it."""
         found = {piece.name: [piece.name] for piece in self.pieces}
         for name, sent in self.tied:
             found[sent].append(name)
@@ -118,12 +118,12 @@ class WeightMessage(NamedTuple):
 
 
 class WeightPublisher:
-    """Publishes the weights of a model, again and again: a snapshot first, then what changed, without loss.
+    """Publishes the weights of a model again and again: first a snapshot, then what changed, without loss.
 
-    The model is plain, DDP or FSDP2, or a mapping of names to tensors. Parameters and persistent buffers are published,
-    floating-point ones as `dtype` if it is given; `names` chooses some of them. Of a DDP model one rank publishes; of a
-    sharded one every rank publishes its own shards, and a worker needs the parts of all of them. A copy of what was
-    published last stays on the model's device.
+    The model is plain, DDP, FSDP2 or tensor parallel, or a mapping of names to tensors. Its parameters and persistent
+    buffers are published, or those of `names`; floating-point ones as `dtype` if you pass one. One rank publishes a DDP
+    model. Every rank of a sharded model publishes its own shards, and a worker needs the parts of all ranks. The
+    publisher keeps a copy of what it published last, on the model's device.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WeightPublisher:
         *,
         dtype: torch.dtype | None = None,
         names: Iterable[str] | None = None,
-        history: int = 8,  # updates that `since` can return
+        history: int = 8,  # updates that are kept for `since`
     ) -> None:
         if dtype is not None and dtype not in EXACT_DTYPES:
             raise CollectiveError(f"weights are published as {', '.join(map(str, EXACT_DTYPES))}, got dtype={dtype}")
@@ -149,9 +149,9 @@ class WeightPublisher:
         self._part = _Part(0, 1, True)
 
     def publish(self, *, to: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None) -> bytes:
-        """The next version, as bytes; also as the file `to`, which appears whole, or to the workers of `group`.
+        """Returns the next version as bytes; writes it to the file `to`, in one move, or sends it to `group`.
 
-        A rank of a sharded model writes to `to` with its part's number as a suffix. Ranks of the group that do not
+        Of a sharded model each part is a file, `to` with the part's number as a suffix. Ranks of the group that do not
         publish call `WeightSubscriber.receive`.
         """
         found, tied, self._part = _published(_state(self._model, self._names), self._dtype)
@@ -175,14 +175,14 @@ class WeightPublisher:
         return message
 
     def snapshot(self) -> bytes:
-        """All weights of the last version, for a worker that is new or has missed too much."""
+        """All weights of the last version, for a worker that is new or missed too much."""
         if not self.version:
             raise CollectiveError("nothing was published yet: call publish() first")
         body = _snapshot_body(self._manifest, self._base)
         return self._message(_SNAPSHOT, self.version, self._manifest, body)
 
     def since(self, version: int) -> bytes:
-        """What a worker with this version lacks: the updates after it, or a snapshot where that is shorter or all."""
+        """What a worker with this version lacks: later updates, or a snapshot if it is shorter or they are gone."""
         missing = [message for number, message in self._history if number > version]
         is_known = 0 < version <= self.version and len(missing) == self.version - version
         if is_known and sum(map(len, missing)) <= sum(piece.nbytes for piece in self._manifest.pieces):
@@ -192,12 +192,12 @@ class WeightPublisher:
     def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
         part, base = self._part, version - (kind == _UPDATE)
         fields = part.number, part.parts, self._id, base, version, manifest.digest(), len(body)
-        message = _HEADER.pack(_MAGIC, kind, *fields) + body
-        return message + struct.pack("<I", zlib.crc32(message))
+        header = _HEADER.pack(_MAGIC, kind, *fields)
+        return b"".join((header, body, struct.pack("<I", zlib.crc32(body, zlib.crc32(header)))))
 
 
 class _Copy(NamedTuple):
-    """What a subscriber holds of one part: the segments it needs, as they were published."""
+    """What a subscriber keeps of one part: the published bits of the segments it needs."""
 
     publisher: int
     manifest: Manifest
@@ -207,9 +207,9 @@ class _Copy(NamedTuple):
 class WeightSubscriber:
     """Keeps the weights of a model at the versions that a `WeightPublisher` sends, bit for bit.
 
-    The model, or mapping of names to tensors, may hold some of the published names (`names` chooses some of its own)
-    and other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on `device`,
-    that of each tensor unless it is given. Sharded models and quantized tensors are refused by name.
+    The model, or mapping of names to tensors, may have fewer tensors than are published; `names` leaves out some more.
+    It may have other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on
+    `device`, by default that of each tensor. Sharded models and quantized tensors are refused by name.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class WeightSubscriber:
         self._copies: dict[int, _Copy] = {}
 
     def apply(self, update: Update) -> int:
-        """Apply what `publish`, `since` or `snapshot` returned, or wrote to a file; returns the version.
+        """Apply what `publish`, `since` or `snapshot` returned, or the file that was written; returns the version.
 
-        All parts of a sharded model go into one call, as a list. An update that is damaged, or that does not follow the
-        version of the subscriber, raises WireError; then the model is as it was.
+        Pass all parts of a sharded model in one call, as a list. An update that is damaged, or does not follow the
+        subscriber's version, raises WireError and leaves the model as it was.
         """
         self._targets = _targets(self._model, set(self._targets))  # it may have been moved to a GPU
         messages = sorted(_messages(update), key=lambda message: (message.version, message.kind, message.part))
@@ -244,11 +244,11 @@ class WeightSubscriber:
         return self.version
 
     def receive(self, group: dist.ProcessGroup) -> int:
-        """Apply what the publishers of a group send with `publish(group=group)`; returns the version."""
+        """Apply what publishers send with `publish(group=group)`; returns the version."""
         return self.apply(_exchange(b"", group))
 
     def _next(self, messages: list[WeightMessage], version: int, copies: dict[int, _Copy]) -> dict[int, _Copy]:
-        """The copies with one version's messages applied; nothing else is changed."""
+        """New copies with one version's messages applied; `copies` are not changed."""
         found = {message.part: message for message in messages}
         first = messages[0]
         if set(found) != set(range(first.parts)) or any(m.parts != first.parts for m in messages):
@@ -343,11 +343,11 @@ class WeightSubscriber:
 class _Part(NamedTuple):
     number: int
     parts: int
-    is_sent: bool  # by this rank, and not by another that holds the same
+    is_sent: bool  # False where another rank sends the same
 
 
 def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, by name, without wrappers'; those of `names`, if it is given."""
+    """Parameters and persistent buffers, or those of `names`, by their names without wrappers."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -386,19 +386,18 @@ def _targets(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) ->
 def _published(
     state: dict[str, Tensor], dtype: torch.dtype | None
 ) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
-    """What this rank publishes, floating-point numbers as `dtype`; names of tied tensors; the part."""
-    sharded = {name: _shard(name, value) for name, value in state.items() if _is_sharded(value)}
-    parts = {part for part, _, _ in sharded.values()}
+    """What this rank publishes, the names of tied tensors, and its part; floating-point numbers travel as `dtype`."""
+    shards = {name: _shard(name, value) for name, value in state.items()}
+    parts = {part for part, *_ in shards.values() if part is not None}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
-    part = parts.pop() if parts else _Part(0, 1, True)
+    own = parts.pop() if parts else _Part(0, 1, True)
     found: dict[WeightBox, Tensor] = {}
     tied = []
     seen: dict[object, str] = {}
-    for name, value in state.items():
-        if part.number and name not in sharded:
+    for name, (part, local, start) in shards.items():
+        if own.number and part is None:
             continue  # part 0 has what all ranks hold
-        _, local, start = sharded.get(name) or (part, _local(value), (0,) * value.dim())
         key = local.data_ptr(), local.shape, local.stride(), local.dtype
         if local.numel() and key in seen:
             tied.append((name, seen[key]))
@@ -407,29 +406,25 @@ def _published(
         sent = dtype if dtype is not None and local.is_floating_point() else local.dtype
         if sent not in _NAMES:
             raise CollectiveError(f"{name} is {sent}, which cannot be published; leave it out with names=")
-        found[WeightBox(name, _NAMES[sent], tuple(value.shape), start, tuple(local.shape))] = local
-    return found, tuple(tied), part
+        found[WeightBox(name, _NAMES[sent], tuple(state[name].shape), start, tuple(local.shape))] = local
+    return found, tuple(tied), own
 
 
-def _is_sharded(value: Any) -> bool:
-    return hasattr(value, "placements") and not all(placement.is_replicate() for placement in value.placements)
-
-
-def _local(value: Any) -> Tensor:
-    local: Tensor = value.to_local() if hasattr(value, "placements") else value
-    return local.detach()
-
-
-def _shard(name: str, value: Any) -> tuple[_Part, Tensor, tuple[int, ...]]:
-    """This rank's part, its elements, and where they start in the whole tensor."""
-    axes = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
-    others = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate()]
-    if len(axes) != 1 or len(others) + 1 != len(value.placements):
-        raise CollectiveError(f"{name} has placements {value.placements}; tensors sharded once can be published")
-    at, parts, dim = value.device_mesh.get_coordinate(), value.device_mesh.size(axes[0]), value.placements[axes[0]].dim
-    part = _Part(at[axes[0]], parts, all(at[axis] == 0 for axis in others))
-    first = min(-(-value.shape[dim] // parts) * part.number, value.shape[dim])
-    return part, _local(value), tuple(first if d == dim else 0 for d in range(value.dim()))
+def _shard(name: str, value: Any) -> tuple[_Part | None, Tensor, tuple[int, ...]]:
+    """This rank's part (None: every rank has the whole tensor), its elements, and where they start in the tensor."""
+    placements = getattr(value, "placements", ())
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    others = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
+    if len(axes) > 1 or len(axes) + len(others) < len(placements):
+        raise CollectiveError(f"{name} has placements {placements}; tensors sharded once can be published")
+    local = value.to_local() if placements else value
+    if not axes:
+        return None, local.detach(), (0,) * value.dim()
+    (axis,) = axes
+    at, parts, cut = value.device_mesh.get_coordinate(), value.device_mesh.size(axis), placements[axis].dim
+    part = _Part(at[axis], parts, all(at[other] == 0 for other in others))
+    first = min(-(-value.shape[cut] // parts) * part.number, value.shape[cut])
+    return part, local.detach(), tuple(first if dim == cut else 0 for dim in range(value.dim()))
 
 
 def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
@@ -453,7 +448,7 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def _difference(new: Tensor, base: Tensor) -> bytes:
-    """A segment of an update; no bytes if nothing has changed, the numbers themselves if their dtype has no code."""
+    """A segment of an update: empty if nothing changed, the numbers themselves if no code is for their dtype."""
     body = b""
     if not torch.equal(_bits(new), _bits(base)):
         body = _bytes(exact.encode(new, base) if new.dtype in EXACT_DTYPES else new)
@@ -471,11 +466,11 @@ def _decoded(body: memoryview, old: Tensor) -> Tensor:
 
 def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
     text = manifest.text()
-    return struct.pack("<I", len(text)) + text + b"".join(map(_bytes, segments))
+    return b"".join((struct.pack("<I", len(text)), text, *map(_bytes, segments)))
 
 
 def _messages(update: Any) -> list[WeightMessage]:
-    """The messages of an update, each checked."""
+    """The messages of an update, their checksums verified."""
     if isinstance(update, str | os.PathLike):
         update = Path(update).read_bytes()
     if isinstance(update, Tensor) or not isinstance(update, Iterable):  # tensors iterate, too
@@ -499,7 +494,7 @@ def _messages(update: Any) -> list[WeightMessage]:
 
 
 def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The messages of all ranks of a group that have one."""
+    """The messages that ranks of a group send; b"" is none."""
     device = checkpoint.device_of(group)
     length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
