@@ -135,7 +135,8 @@ class Compress(Callback):
         if isinstance(model, DistributedDataParallel):
             check_kind(options, sharded=False, found=strategy, wanted=_FSDP2)
             if options.get("mesh") == "nodes":
-                options["mesh"] = _nodes(trainer)
+                shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+                options["mesh"] = init_device_mesh(trainer.strategy.root_device.type, shape)
             return compress_ddp(model, self._codec, **options)
         if isinstance(model, nn.Module) and groups_of(model):
             check_kind(options, sharded=True, found=strategy, wanted="strategy='ddp'")
@@ -198,8 +199,3 @@ def _check_hook(trainer: "Trainer") -> None:
         f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress are both hooks of DDP, which takes "
         f"one: leave ddp_comm_hook and ddp_comm_state out, and pass their options to Compress{ignored}"
     )
-
-
-def _nodes(trainer: "Trainer") -> DeviceMesh:
-    shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
-    return init_device_mesh(trainer.strategy.root_device.type, shape)

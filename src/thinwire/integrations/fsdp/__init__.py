@@ -65,7 +65,8 @@ class FSDPState(Handle):
             self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
-            policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
+            across = {pattern: registry.codec(codec) for pattern, codec in (options.policy or {}).items()}
+            policy = {pattern: codec if isinstance(codec, Identity) else inside for pattern, codec in across.items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             self._shards = ShardSync(fixed, Chooser(fixed, ParameterNames()))
             self._syncs = {"shards": self._shards, "replicas": self._sync}
@@ -89,13 +90,13 @@ class FSDPState(Handle):
         first = self._groups[0]
         self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
 
-    def _install(self, rules: Rules, replica: bool | None) -> None:
+    def _install(self, rules: Rules, replica: bool | None, *, narrow: bool) -> None:
         for group in self._groups:  # check all before changing any
             group.check(gathers=not isinstance(self.weights, Identity))
         watch_reductions()
         for group in self._groups:
-            kept = replica if replica is not None else _is_narrow(self.weights) and group.keeps_weights
-            gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
+            kept = replica if replica is not None else narrow and group.keeps_weights
+            gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=kept)
             if not isinstance(self.weights, Identity):
                 self._gatherers.append(gatherer)
             gather = GatherComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
@@ -235,16 +236,6 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
     return names
 
 
-def _no_less(inside: Codec, across: CodecLike) -> Codec:
-    """The codec inside a node of what travels as `across` between nodes: none if that is none."""
-    found = registry.codec(across)
-    return found if isinstance(found, Identity) else inside
-
-
-def _is_narrow(weights: Weights) -> bool:
-    return weights != EXACT and bits_of(weights) < _NARROW
-
-
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """The gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -315,8 +306,9 @@ def compress_fsdp(
     agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
     for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
         issue_call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
-    state._install(Rules(asked.exempt, None), replica)
-    if _is_narrow(gathered) and not all(g.differences for g in state._gatherers):
+    narrow = gathered != EXACT and bits_of(gathered) < _NARROW
+    state._install(Rules(asked.exempt, None), replica, narrow=narrow)
+    if narrow and not all(g.differences for g in state._gatherers):
         warnings.warn(
             f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
             "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",

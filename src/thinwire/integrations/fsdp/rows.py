@@ -70,11 +70,6 @@ class Columns:
             rows.index_fill_(1, self._bridged, 0)
         return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
 
-    def blank(self, rows: Tensor) -> list[Tensor]:
-        """Matrices for each lane's columns, to be filled and given to `join`."""
-        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index]
-        return [rows, *blanks] if self._in_place else blanks
-
     def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
         """The reverse of `split`: write the columns of `parts` into `rows`."""
         for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
@@ -91,7 +86,8 @@ class Columns:
     ) -> None:
         """Run a message on matrices; `input` is modified."""
         inputs = self.split(input)
-        outputs = self.blank(output)
+        blanks = [output.new_empty((output.shape[0], index.numel())) for index in self._index]
+        outputs = [output, *blanks] if self._in_place else blanks
         message.run(outputs, inputs, step, hooks, note)
         self.join(outputs, output)
 
@@ -241,7 +237,9 @@ class Gatherer:
         self.differences = differences and codec != EXACT  # rounded ones, whose copy a checkpoint holds
         self.copy = feedback.RowCopy()  # all ranks' rows, as gathered last
         self.sent = 0  # gathers of differences; the first was exact
-        self._padding: Tensor | None = None  # indices of this rank's row that belong to no parameter
+        ends = itertools.accumulate(parameter.numel for parameter in self._parameters)
+        padding = [torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, self._parameters, strict=True)]
+        self._padding = torch.cat(padding).to(group.device)  # indices of this rank's row that belong to no parameter
         self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather brings the others'
         self._messages: dict[object, tuple[Columns, RowMessage]] = {}
 
@@ -303,8 +301,6 @@ class Gatherer:
             return 0
         else:
             input.sub_(self.copy.tensor.view(group.size(), -1)[group.rank()])
-            if self._padding is None:
-                self._padding = _padding(self._parameters).to(input.device)
             input.index_fill_(0, self._padding, 0)  # no checkpoint holds the copy's
             sent = self._send(output, input, group, self.sent)
             self.copy.add_to(output)
@@ -428,9 +424,3 @@ def _pieces(numels: Sequence[int]) -> list[int]:
     if len(found) > 1 and found[-1] < EXACT_BLOCK:
         found[-2:] = [sum(found[-2:])]
     return found
-
-
-def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
-    """The indices of this rank's row that belong to no parameter."""
-    ends = itertools.accumulate(parameter.numel for parameter in parameters)
-    return torch.cat([torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, parameters, strict=True)])
