@@ -181,9 +181,8 @@ class FSDPState(Handle):
         gather: the first rank gets one state of all ranks, which all ranks can load, and the others an empty one.
             Call it on every rank.
         """
-        layout = self._layout
-        own = checkpoint.export(layout, self._sync, self._gatherers, self._steps)
-        return checkpoint.gather(layout, own) if gather else own
+        own = self._export()
+        return checkpoint.gather(self._layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint to fill in place.
@@ -191,9 +190,11 @@ class FSDPState(Handle):
         It has room for what this rank needs from `world` ranks: those of the shards or, with replicas, of the replicas.
         """
         self._chooser.check_family("compress_fsdp")
-        layout = self._layout
-        old = layout.world if world is None else world
-        return checkpoint.export(layout, self._sync, self._gatherers, self._steps, old)
+        return self._export(self._layout.world if world is None else world)
+
+    def _export(self, world: int | None = None) -> dict[str, Any]:
+        steps = {name: sync.step for name, sync in self._syncs.items()}
+        return checkpoint.export(self._layout, self._sync, self._gatherers, steps, world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
@@ -205,10 +206,6 @@ class FSDPState(Handle):
         steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
         for name, sync in self._syncs.items():
             sync.continue_from(steps[name])
-
-    @property
-    def _steps(self) -> dict[str, int]:
-        return {name: sync.step for name, sync in self._syncs.items()}
 
     @property
     def _layout(self) -> checkpoint.ShardLayout:

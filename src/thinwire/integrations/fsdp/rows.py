@@ -229,6 +229,7 @@ class Gatherer:
     def __init__(self, group: ParameterGroup, codec: Weights, rules: Rules, tally: Tally, *, differences: bool) -> None:
         self._group = group
         self._parameters = group.parameters()
+        self.name = self._parameters[0].name  # in checkpoints
         self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
         self._pieces = _pieces([parameter.numel for parameter in self._parameters])
         self._codec = codec
@@ -306,11 +307,6 @@ class Gatherer:
             self.copy.add_to(output)
         self.sent += 1
         return sent
-
-    @property
-    def name(self) -> str:
-        """The name of its first parameter."""
-        return self._parameters[0].name
 
     def state(self) -> dict[str, Tensor]:
         """This rank's shards of the copy by parameter, for a checkpoint."""
