@@ -65,6 +65,7 @@ class FSDPState(Handle):
             self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
+            # A rule that compresses nothing between nodes holds inside them, too.
             across = {pattern: registry.codec(codec) for pattern, codec in (options.policy or {}).items()}
             policy = {pattern: codec if isinstance(codec, Identity) else inside for pattern, codec in across.items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
