@@ -359,20 +359,3 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     for told in ranks(2).run(refusals):
         for want, got in zip(words, told, strict=True):
             assert want in got
-
-
-def alone(group: Group) -> tuple[bool, int, int]:
-    found = []
-    for weights in ("none", "exact"):
-        model = shard(mesh_of(group))
-        handle = compress_fsdp(model, "none", weights)
-        run = Run(model, group)
-        run.step(0)
-        run.step(1)
-        found.append(run.digest())
-    stats = handle.stats()
-    return found[0] == found[1], stats.bytes_sent, stats.replica_bytes
-
-
-def test_one_rank_keeps_no_copy(ranks: RankPool) -> None:
-    assert ranks(1).run(alone) == [(True, 0, 0)]

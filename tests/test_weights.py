@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cases
@@ -79,9 +80,10 @@ def test_versions_follow_the_trainer(numel: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_a_worker_with_another_dtype(dtype: torch.dtype) -> None:
     """The differences are of what was published, whatever the worker makes of it."""
-    trainer, worker = net(dtype=torch.float32), net(1, dtype)
+    trainer, worker = net(dtype=torch.float32), net(1)
     publisher, subscriber = WeightPublisher(trainer, dtype=torch.bfloat16), WeightSubscriber(worker)
     for seed in range(3):
+        worker.to(dtype)  # it has other tensors from then on, as after .to("cuda")
         subscriber.apply(publisher.publish())
         assert_same(worker, trainer)
         train(trainer, 1e-4, seed)
@@ -92,7 +94,7 @@ def test_a_worker_with_some_of_the_names() -> None:
     before = net(1)
     worker = copy.deepcopy(before)
     names = ["body.0.weight", "head.weight", "turned"]
-    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker, names=names)
+    publisher, subscriber = WeightPublisher(trainer), WeightSubscriber(worker, names=iter(names))
     few = {"turned": torch.zeros(7, 24)}
     also = WeightSubscriber(few)
     for _ in range(2):
@@ -120,13 +122,20 @@ def test_an_untied_worker_gets_tied_weights_twice() -> None:
 def test_publishers_of_some_names_and_other_models() -> None:
     trainer = net()
     update = WeightPublisher(DistributedDataParallelLike(trainer), names=["turned"]).publish()
-    found = {"turned": torch.empty(7, 24)}
+    with torch.inference_mode():
+        found = {"turned": torch.empty(7, 24)}
     WeightSubscriber(found).apply(update)
     assert torch.equal(found["turned"], trainer.turned.float())
     with pytest.raises(CollectiveError, match="names has nothing"):
         WeightPublisher(trainer, names=["nothing"]).publish()
     with pytest.raises(CollectiveError, match="names has nothing"):
         WeightSubscriber(trainer, names=["nothing"])
+    with pytest.raises(CollectiveError, match="turned is expanded"):
+        WeightSubscriber({"turned": torch.zeros(1).expand(7, 24)})
+    with pytest.raises(CollectiveError, match="turned is on the meta device"):
+        WeightSubscriber(net().to("meta"), names=["turned"])
+    with pytest.raises(CollectiveError, match="expected an update as bytes, a path, or a list of these, got Tensor"):
+        WeightSubscriber(found).apply(torch.zeros(3, dtype=torch.uint8))  # type: ignore[arg-type]
     with pytest.raises(CollectiveError, match="0 or more, got -1"):
         WeightPublisher(trainer, history=-1)
     with pytest.raises(CollectiveError, match=r"dtype=torch\.int8"):
@@ -302,13 +311,6 @@ def test_files_are_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert subscriber.version == publisher.version == 2
 
 
-def test_weights_in_inference_mode() -> None:
-    with torch.inference_mode():
-        worker = {"w": torch.zeros(9)}
-    WeightSubscriber(worker).apply(WeightPublisher({"w": torch.ones(9)}).publish())
-    assert torch.equal(worker["w"], torch.ones(9))
-
-
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +354,6 @@ class Blocks(nn.Module):
 def shard(model: nn.Module, mesh_shape: tuple[int, ...], columns: bool) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
 
@@ -362,17 +363,22 @@ def shard(model: nn.Module, mesh_shape: tuple[int, ...], columns: bool) -> nn.Mo
     return fully_shard(model, mesh=mesh, shard_placement_fn=place)
 
 
-def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], columns: bool) -> list[object]:
+def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], columns: bool, folder: str) -> list[object]:
     torch.manual_seed(0)
     model = Blocks()
     whole = copy.deepcopy(model)
     worker = copy.deepcopy(model).bfloat16()
     trainer = shard(model, mesh_shape, columns)
+    mesh = trainer.first.weight.device_mesh
+    trainer.count = distribute_tensor(trainer.count, mesh, [Replicate()] * mesh.ndim)  # as tensor parallelism has norms
     publisher = WeightPublisher(trainer, dtype=torch.bfloat16)
     subscriber = WeightSubscriber(worker)
     sizes = []
     for seed in range(3):
-        update = publisher.publish(group=group)
+        file = Path(folder) / f"of rank {group.rank()}"
+        update = publisher.publish(group=group, to=file)
+        written = [one for part in range(mesh_shape[-1]) if (one := Path(f"{file}.{part}")).exists()]
+        assert [one.read_bytes() for one in written] == [update] * publisher._part.is_sent  # of one replica alone
         sizes.append(len(update))
         parts: list[object] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, update)
@@ -384,8 +390,6 @@ def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], column
             for (name, p), full in zip(trainer.named_parameters(), whole.parameters(), strict=True):
                 step = 1e-3 * torch.randn(full.shape, generator=cases.seeded(seed, len(name)))
                 full += step
-                from torch.distributed.tensor import distribute_tensor
-
                 p += distribute_tensor(step, p.device_mesh, p.placements)
     if shards > 1:
         with pytest.raises(WireError, match=rf"has {shards} parts, got 0: pass the parts of all ranks"):
@@ -395,10 +399,10 @@ def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], column
 
 @pytest.mark.parametrize(("world", "mesh_shape", "columns"), [(2, (2,), False), (3, (3,), True), (4, (2, 2), False)])
 def test_shards_are_published_where_they_are(
-    ranks: RankPool, world: int, mesh_shape: tuple[int, ...], columns: bool
+    ranks: RankPool, world: int, mesh_shape: tuple[int, ...], columns: bool, tmp_path: Path
 ) -> None:
     """No rank sends more than its shards, and none gathers the model."""
-    sizes = ranks(world).run(publish_shards, mesh_shape, columns)
+    sizes = ranks(world).run(publish_shards, mesh_shape, columns, str(tmp_path))
     whole = sum(p.numel() for p in Blocks().parameters()) * 2
     assert all(first < whole / mesh_shape[-1] + 1500 for first, *_ in sizes)
 
@@ -408,6 +412,12 @@ def test_sharded_workers_are_refused(ranks: RankPool) -> None:
 
 
 def sharded_worker(group: dist.ProcessGroup) -> str:
+    model = shard(Blocks(), (2,), False)
+    weight = model.first.weight
+    state = {"weight": weight, "odd": DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])}
+    WeightPublisher(state, names=["weight"]).publish()
+    with pytest.raises(CollectiveError, match="odd has placements"):
+        WeightPublisher(state).publish()
     with pytest.raises(CollectiveError) as raised:
-        WeightSubscriber(shard(Blocks(), (2,), False))
+        WeightSubscriber(model)
     return str(raised.value).partition(":")[0]

@@ -352,7 +352,8 @@ class RowCopy:
 
     def begin(self, gathered: Tensor) -> None:
         """Remember what was gathered exactly, with zeros for what is not finite."""
-        self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
+        with torch.inference_mode(False):  # the copy outlives an evaluation in inference mode
+            self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
 
     def add_to(self, gathered: Tensor) -> None:
         """gathered += the copy; the copy takes over what is finite: NaN is visible, but not kept."""

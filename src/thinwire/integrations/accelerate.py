@@ -59,9 +59,9 @@ def compress(
 ) -> Handle:
     """Compress the communication of a prepared model; call it after `accelerator.prepare`.
 
-    A model in DDP goes to `thinwire.compress_ddp`, one that Accelerate's FSDP2 plugin shards to
-    `thinwire.compress_fsdp`. Options are those of these two functions; an option of the other one raises. In a run of
-    one process nothing is sent: rank 0 says so, and the handle does nothing.
+    It calls `thinwire.compress_ddp` for a model in DDP, and `thinwire.compress_fsdp` for one that Accelerate's FSDP2
+    plugin shards. It takes the options of these two functions; an option of the wrong one raises an error. A single
+    process sends nothing: it logs that, and the handle does nothing.
 
     `accelerator.save_state` then saves what feedback remembers on all ranks. `load_state` resumes bit-exactly on the
     same number of ranks; on another number the sum over ranks is kept.
@@ -93,13 +93,21 @@ def compress_prepared(
             f"expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got {describe(model)} "
             f"(distributed_type={accelerator.distributed_type})"
         )
-    _announce_alone(int(os.environ.get("WORLD_SIZE", 1)))
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched == 1:
+        announce("only one process is training: there is nothing to compress")
+    else:
+        warnings.warn(
+            f"{launched} processes were launched, but Accelerate trains each of them alone: without GPUs pass "
+            "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)",
+            stacklevel=3,
+        )
     rest = {name: value for name, value in options.items() if name not in BY_MODEL}
     return SingleProcess(None, codec, model=model, **rest)
 
 
 def _check_hook(accelerator: Accelerator) -> None:
-    """Raise or warn if Accelerate was given a hook; one that is not among its own names it ignores."""
+    """Raise an error if Accelerate has a hook of its own; warn of a hook that it ignores."""
     handler = accelerator.ddp_handler
     hook = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
     if not isinstance(hook, DDPCommunicationHookType):
@@ -115,17 +123,6 @@ def _check_hook(accelerator: Accelerator) -> None:
         )
 
 
-def _announce_alone(launched: int) -> None:
-    if launched == 1:
-        announce("only one process is training: there is nothing to compress")
-        return
-    warnings.warn(
-        f"{launched} processes were launched, but Accelerate trains each of them alone: without GPUs pass "
-        "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)",
-        stacklevel=4,
-    )
-
-
 class SingleProcess(DDPState):
     """The handle of a single process: nothing is sent or remembered."""
 
@@ -139,8 +136,8 @@ class SingleProcess(DDPState):
 def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
     """Load rank 0's state on every rank; ranks on other machines may not have the file.
 
-    With `save_on_each_node` the checkpoints of other nodes are empty. So is that of a run of one process: feedback then
-    starts from zero.
+    With `save_on_each_node` the checkpoints of other nodes are empty. So is the checkpoint of a single process: then
+    feedback starts from zero.
     """
     if not isinstance(handle, SingleProcess) and dist.get_world_size() > 1:
         world = resolve(None)

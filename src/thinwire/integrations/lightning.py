@@ -38,7 +38,7 @@ if typing.TYPE_CHECKING:
 else:
 
     def _package() -> str:
-        """The package of Lightning that the program imported, or one that it can: it goes by two names."""
+        """The package of Lightning that the program imported, or else can import: it has two names."""
         names = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
         imported = [module for module in names.values() if sys.modules.get(module)]
         installed = [module for name, module in names.items() if find_spec(name) is not None]
@@ -52,7 +52,7 @@ else:
 
 Handle = DDPState | FSDPState
 _FSDP2 = "ModelParallelStrategy, with fully_shard called in configure_model()"
-# Of modules that were fitted; a handle of FSDP2 holds its module.
+# By the module that was fitted. Weak on both sides: a handle of FSDP2 holds its module.
 _handles: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]]" = weakref.WeakKeyDictionary()
 
 
@@ -60,19 +60,19 @@ class Compress(Callback):
     """Compress what a Trainer's ranks send each other in `fit`.
 
     With strategy="ddp", or any other DDPStrategy, it calls `thinwire.compress_ddp`. With ModelParallelStrategy and a
-    model that configure_model() passed to fully_shard (FSDP2), it calls `thinwire.compress_fsdp`. Options are those of
-    these two functions; an option of the wrong one raises when `fit` begins.
+    model that configure_model() passed to fully_shard (FSDP2), it calls `thinwire.compress_fsdp`. It takes the options
+    of these two functions; an option of the wrong one raises an error when `fit` begins.
 
-    `handle` is what they returned: `handle.stats()` says what the last `fit` sent. Every `fit` starts over, as its
-    optimizers do. Bytes and errors go to the Trainer's loggers as `thinwire/...`, every `log_every_n_steps`. What
-    feedback remembers, on all ranks, travels in the Trainer's checkpoints.
+    `handle` is what they returned: `handle.stats()` says what the last `fit` sent. Every `fit` starts with a new one,
+    as it does with new optimizers. Bytes and errors go to the Trainer's loggers as `thinwire/...`, every
+    `log_every_n_steps`. The Trainer's checkpoints hold what feedback remembers on all ranks.
 
     codec: of gradients; a codec, a schedule, "auto" or "auto:2.5".
     weights, replica: FSDP2 only.
     weigh, algorithm: DDP only.
     mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
     options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
-        measure_every, on_nonfinite, inside. `optimizer` need not be given: the Trainer's own are known.
+        measure_every, on_nonfinite, inside. `optimizer` is the Trainer's own unless you pass another.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Compress(Callback):
         self._codec = codec
         self._fitting = False
         self._failed = False
-        self._saved: Mapping[str, Any] | None = None  # of a checkpoint that was loaded before the model was wrapped
+        self._saved: Mapping[str, Any] | None = None  # loaded from a checkpoint before the model was wrapped
         self._logged = -1  # the step that was logged last
 
     @property
@@ -104,7 +104,7 @@ class Compress(Callback):
         return "thinwire"
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """A run of the Trainer begins."""
+        """Forget the last run when a new one begins."""
         self._fitting = stage == "fit"
         if not self._fitting:
             return
@@ -117,15 +117,13 @@ class Compress(Callback):
         self._logged = -1
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """The strategy has wrapped the model and made the optimizers; with DDP a checkpoint was already loaded."""
+        """Compress the model, which is wrapped now. With DDP, Lightning has already loaded a checkpoint."""
         self.handle = self._compress(trainer)
-        saved = self._saved
+        if self.handle is not None:
+            _handles[pl_module] = weakref.ref(self.handle)
+            if self._saved is not None:
+                self.handle.load_state_dict(self._saved)
         self._saved = None
-        if self.handle is None:
-            return
-        _handles[pl_module] = weakref.ref(self.handle)
-        if saved is not None:
-            self.handle.load_state_dict(saved)
 
     def _compress(self, trainer: "Trainer") -> Handle | None:
         model: Any = trainer.model
@@ -137,7 +135,8 @@ class Compress(Callback):
         if isinstance(model, DistributedDataParallel):
             check_kind(options, sharded=False, found=strategy, wanted=_FSDP2)
             if options.get("mesh") == "nodes":
-                options["mesh"] = _nodes(trainer)
+                shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+                options["mesh"] = init_device_mesh(trainer.strategy.root_device.type, shape)
             return compress_ddp(model, self._codec, **options)
         if isinstance(model, nn.Module) and groups_of(model):
             check_kind(options, sharded=True, found=strategy, wanted="strategy='ddp'")
@@ -151,7 +150,7 @@ class Compress(Callback):
         )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: "LightningModule", optimizer: Optimizer) -> None:
-        """Log what was sent, under the step that Lightning's own metrics have."""
+        """Log what was sent, under the step number that Lightning's own metrics have."""
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         every = trainer.log_every_n_steps
         due = step != self._logged and every and (step + 1) % every == 0
@@ -164,11 +163,11 @@ class Compress(Callback):
             logger.log_metrics(found, step=step)
 
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
-        """A run failed, perhaps on this rank alone: the others can no longer be asked for their state."""
+        """Remember that the run failed, perhaps on this rank alone: other ranks may not answer any more."""
         self._failed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning's checkpoint, which asks all ranks and saves rank 0's answer: the states of all ranks."""
+        """The states of all ranks. Lightning asks every rank, and saves rank 0's answer in its checkpoint."""
         if self.handle is None or self.handle.closed:
             return {}
         try:
@@ -181,7 +180,7 @@ class Compress(Callback):
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From Lightning's checkpoint; for DDP it comes before the model is wrapped, for FSDP2 after."""
+        """Load from Lightning's checkpoint: with DDP before the model is wrapped, with FSDP2 after."""
         if not self._fitting:
             return
         if self.handle is None:
@@ -200,8 +199,3 @@ def _check_hook(trainer: "Trainer") -> None:
         f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress are both hooks of DDP, which takes "
         f"one: leave ddp_comm_hook and ddp_comm_state out, and pass their options to Compress{ignored}"
     )
-
-
-def _nodes(trainer: "Trainer") -> DeviceMesh:
-    shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
-    return init_device_mesh(trainer.strategy.root_device.type, shape)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 
@@ -35,10 +35,10 @@ _LOGGED = ("bytes_sent", "ratio", "bits_per_element", "relative_error", "nonfini
 class TrainerCompress(TrainerCallback):  # type: ignore[misc]
     """Compress what a Trainer's ranks send each other in `train`.
 
-    A model in DDP goes to `thinwire.compress_ddp`, one that FSDP2 shards to `thinwire.compress_fsdp`. Options are those
-    of these functions; `optimizer` need not be given, since the Trainer's own is known. `handle` is what they returned:
-    `handle.stats()` says what was sent. Bytes and errors go into the Trainer's logs as `thinwire/...`. Checkpoints
-    hold what feedback remembers on all ranks, in the file thinwire.pt, and `resume_from_checkpoint` loads it.
+    It calls `thinwire.compress_ddp` for a model in DDP, and `thinwire.compress_fsdp` for one that FSDP2 shards. It
+    takes the options of these functions; `optimizer` is the Trainer's own unless you pass another. `handle` is what
+    they returned: `handle.stats()` says what was sent. Bytes and errors go into the Trainer's logs as `thinwire/...`.
+    Checkpoints hold what feedback remembers on all ranks, in thinwire.pt; `resume_from_checkpoint` loads it.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         check_options(codec, self._options)
         self.handle: Handle | None = None
         self._codec = codec
-        self._model: Callable[[], Any] = lambda: None  # what is compressed, as long as it lives
-        self._run = ""  # the name of this run, in the checkpoints that it writes
+        self._model: Callable[[], Any] = lambda: None  # a weak reference to what is compressed
+        self._run = ""  # a name for this run, in the checkpoints that it writes
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model is wrapped, and weights and optimizer come from the checkpoint if there is one."""
+        """Compress the model, which is wrapped now; a checkpoint's weights and optimizer are loaded already."""
         trainer = _trainer_of(state)
         handler = trainer.callback_handler
-        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log before others
+        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log runs first
         if self.handle is None or trainer.model_wrapped is not self._model():
             options = {"optimizer": trainer.optimizer, **self._options}
             self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, options)
@@ -72,11 +72,13 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         if state.global_step:
             load_shared(self.handle, self._read(args, state))
         self._run = uuid.uuid4().hex
-        _stateful(state)[_KEY] = {"run": self._run}
+        kept: Any = state.stateful_callbacks  # goes into trainer_state.json; a dict once training has begun
+        kept[_KEY] = {"run": self._run}
 
     def _read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-        """Our state from the checkpoint that the Trainer resumes from; it does not say where that is."""
-        run = _stateful(state).get(_KEY, {}).get("run")
+        """Our state from the checkpoint that the Trainer resumes from; the Trainer does not say where that is."""
+        kept: Any = state.stateful_callbacks
+        run = kept.get(_KEY, {}).get("run")
         folders = [_folder(args, state)]
         if isinstance(args.resume_from_checkpoint, str):
             folders.insert(0, Path(args.resume_from_checkpoint))
@@ -102,7 +104,7 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what was sent to the logged losses, before other callbacks report them."""
+        """Add what was sent to the logs, before other callbacks report them."""
         if self.handle is None or not logs or "loss" not in logs or not state.is_world_process_zero:
             return
         stats = self.handle.stats()
@@ -111,22 +113,16 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(found)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer has written a checkpoint: add rank 0's file."""
+        """Add rank 0's file to the checkpoint that the Trainer has just written."""
         if self.handle is None or self.handle.closed or args.save_only_model or state.is_hyper_param_search:
             return
         saved = self.handle.state_dict(gather=True)
-        if not saved:
-            return
-        checkpoint.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
+        if saved:
+            content = {"run": self._run, "step": state.global_step, "state": saved}
+            checkpoint.write(_folder(args, state) / _FILE, content)
 
 
 Compress = TrainerCompress
-
-
-def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:
-    """What callbacks keep in trainer_state.json; a list only before the Trainer has begun."""
-    kept: Any = state.stateful_callbacks
-    return cast(dict[str, dict[str, str]], kept)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

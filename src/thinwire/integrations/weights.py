@@ -1,9 +1,9 @@
-"""Weights for workers that follow a trainer: what changed since the last version, exactly, over any transport.
+"""Sends a trainer's weights to workers: what changed since the last version, without loss, over any transport.
 
-A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers; that of an
-update has, for every segment of the manifest, its length, the sum of its new bits, and a wire of exact differences.
-A segment is all tensors of one dtype, up to tens of millions of numbers. Ranks of a sharded model send a part each:
-their own shards. Messages may follow one another in one buffer. Nothing is unpickled.
+A message is a header, a body and a checksum. The body of a snapshot is a manifest (JSON) and the numbers. The body of
+an update has, for each segment of the manifest, a length, the sum of the new bits, and a wire of exact differences. A
+segment is tensors of one dtype, up to tens of millions of numbers. Each rank of a sharded model sends a part: its own
+shards. A buffer may hold several messages, one after the other. Nothing is unpickled.
 """
 
 import json
@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sBxHHxxQQQ8sQ")  # magic, kind, part, parts, publishe
 _SEGMENT = struct.Struct("<Qq")  # bytes, sum of the new bits
 _MAGIC = b"TWU1"
 _SNAPSHOT, _UPDATE = range(2)
-_SEGMENT_NUMEL = 1 << 25  # a segment is closed when it has as many; tensors are not cut. GPUs need long ones
+_SEGMENT_NUMEL = 1 << 25  # a segment ends with the tensor that reaches it; GPUs need long segments
 _SENT = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in [*_SENT, "float8_e4m3fn", "float8_e5m2"]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -42,7 +42,7 @@ Update = bytes | bytearray | memoryview | str | os.PathLike[str] | Sequence[Any]
 
 
 class WeightBox(NamedTuple):
-    """A tensor, or this rank's box of it."""
+    """A published tensor, or the box of it that one rank has."""
 
     name: str
     dtype: str
@@ -56,10 +56,10 @@ class WeightBox(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a publisher sends: pieces in the order of their numbers, and names of tied tensors."""
+    """What a publisher sends: the pieces, in the order of their numbers, and the names of tied tensors."""
 
     pieces: tuple[WeightBox, ...]
-    tied: tuple[tuple[str, str], ...]  # a name, and the one it is sent as
+    tied: tuple[tuple[str, str], ...]  # a name, and the name of the piece that has its numbers
 
     @classmethod
     def parse(cls, text: bytes) -> "Manifest":
@@ -67,13 +67,13 @@ class Manifest(NamedTuple):
             pieces, tied = json.loads(text)
             found = [WeightBox(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
             manifest = cls(tuple(found), tuple((str(a), str(b)) for a, b in tied))
-        except (ValueError, TypeError) as error:
+            manifest.names()
+        except (ValueError, TypeError, KeyError) as error:
             raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
         for piece in found:
-            boxes = list(zip(piece.shape, piece.start, piece.box, strict=False))
-            if piece.dtype not in DTYPES or not len(piece.shape) == len(piece.start) == len(piece.box) == len(boxes):
-                raise WireError(f"the manifest of a snapshot is damaged: {piece}")
-            if any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
+            boxes = zip(piece.shape, piece.start, piece.box, strict=False)
+            is_whole = piece.dtype in DTYPES and len(piece.shape) == len(piece.start) == len(piece.box)
+            if not is_whole or any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
                 raise WireError(f"the manifest of a snapshot is damaged: {piece}")
         return manifest
 
@@ -84,14 +84,24 @@ class Manifest(NamedTuple):
         return blake2b(self.text(), digest_size=8).digest()
 
     def segments(self) -> list[list[WeightBox]]:
-        """Pieces that are coded together, by dtype."""
+        """The pieces that are encoded together: of one dtype each."""
         closed: list[list[WeightBox]] = []
         growing: dict[str, list[WeightBox]] = {}
+        numels: dict[str, int] = {}
         for piece in self.pieces:
             growing.setdefault(piece.dtype, []).append(piece)
-            if sum(prod(one.box) for one in growing[piece.dtype]) >= _SEGMENT_NUMEL:
+            numels[piece.dtype] = numels.get(piece.dtype, 0) + prod(piece.box)
+            if numels[piece.dtype] >= _SEGMENT_NUMEL:
                 closed.append(growing.pop(piece.dtype))
+                del numels[piece.dtype]
         return closed + list(growing.values())
+
+    def names(self) -> dict[str, list[str]]:
+        """The names of the tensors that each piece is for: its own, and those tied to it."""
+        found = {piece.name: [piece.name] for piece in self.pieces}
+        for name, sent in self.tied:
+            found[sent].append(name)
+        return found
 
 
 class WeightMessage(NamedTuple):
@@ -108,12 +118,12 @@ class WeightMessage(NamedTuple):
 
 
 class WeightPublisher:
-    """Publishes the weights of a model, again and again: a snapshot first, then what changed, without loss.
+    """Publishes the weights of a model again and again: first a snapshot, then what changed, without loss.
 
-    The model is plain, DDP or FSDP2, or a mapping of names to tensors. Parameters and persistent buffers are published,
-    floating-point ones as `dtype` if it is given; `names` chooses some of them. Of a DDP model one rank publishes; of a
-    sharded one every rank publishes its own shards, and a worker needs the parts of all of them. A copy of what was
-    published last stays on the model's device.
+    The model is plain, DDP, FSDP2 or tensor parallel, or a mapping of names to tensors. Its parameters and persistent
+    buffers are published, or those of `names`; floating-point ones as `dtype` if you pass one. One rank publishes a DDP
+    model. Every rank of a sharded model publishes its own shards, and a worker needs the parts of all ranks. The
+    publisher keeps a copy of what it published last, on the model's device.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class WeightPublisher:
         *,
         dtype: torch.dtype | None = None,
         names: Iterable[str] | None = None,
-        history: int = 8,  # updates that `since` can return
+        history: int = 8,  # updates that are kept for `since`
     ) -> None:
         if dtype is not None and dtype not in EXACT_DTYPES:
             raise CollectiveError(f"weights are published as {', '.join(map(str, EXACT_DTYPES))}, got dtype={dtype}")
@@ -139,12 +149,12 @@ class WeightPublisher:
         self._part = _Part(0, 1, True)
 
     def publish(self, *, to: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None) -> bytes:
-        """The next version, as bytes; also as the file `to`, which appears whole, or to the workers of `group`.
+        """Returns the next version as bytes; writes it to the file `to`, in one move, or sends it to `group`.
 
-        A rank of a sharded model writes to `to` with its part's number as a suffix. Ranks of the group that do not
+        Of a sharded model each part is a file, `to` with the part's number as a suffix. Ranks of the group that do not
         publish call `WeightSubscriber.receive`.
         """
-        found, tied, self._part = _published(_state(self._model), self._names, self._dtype)
+        found, tied, self._part = _published(_state(self._model, self._names), self._dtype)
         manifest = Manifest(tuple(found), tied)
         new = [_joined([found[piece] for piece in pieces], pieces[0].dtype) for pieces in manifest.segments()]
         is_new = not self.version or manifest != self._manifest
@@ -156,7 +166,7 @@ class WeightPublisher:
             self._history.clear()
         else:
             self._history.append((self.version, message))
-        if to is not None:
+        if to is not None and self._part.is_sent:
             path = to if self._part.parts == 1 else f"{os.fspath(to)}.{self._part.number}"
             with checkpoint.replacing(Path(path)) as file:
                 file.write(message)
@@ -165,14 +175,14 @@ class WeightPublisher:
         return message
 
     def snapshot(self) -> bytes:
-        """All weights of the last version, for a worker that is new or has missed too much."""
+        """All weights of the last version, for a worker that is new or missed too much."""
         if not self.version:
             raise CollectiveError("nothing was published yet: call publish() first")
         body = _snapshot_body(self._manifest, self._base)
         return self._message(_SNAPSHOT, self.version, self._manifest, body)
 
     def since(self, version: int) -> bytes:
-        """What a worker with this version lacks: the updates after it, or a snapshot where that is shorter or all."""
+        """What a worker with this version lacks: later updates, or a snapshot if it is shorter or they are gone."""
         missing = [message for number, message in self._history if number > version]
         is_known = 0 < version <= self.version and len(missing) == self.version - version
         if is_known and sum(map(len, missing)) <= sum(piece.nbytes for piece in self._manifest.pieces):
@@ -182,12 +192,12 @@ class WeightPublisher:
     def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
         part, base = self._part, version - (kind == _UPDATE)
         fields = part.number, part.parts, self._id, base, version, manifest.digest(), len(body)
-        message = _HEADER.pack(_MAGIC, kind, *fields) + body
-        return message + struct.pack("<I", zlib.crc32(message))
+        header = _HEADER.pack(_MAGIC, kind, *fields)
+        return b"".join((header, body, struct.pack("<I", zlib.crc32(body, zlib.crc32(header)))))
 
 
 class _Copy(NamedTuple):
-    """What a subscriber holds of one part: the segments it needs, as they were published."""
+    """What a subscriber keeps of one part: the published bits of the segments it needs."""
 
     publisher: int
     manifest: Manifest
@@ -197,9 +207,9 @@ class _Copy(NamedTuple):
 class WeightSubscriber:
     """Keeps the weights of a model at the versions that a `WeightPublisher` sends, bit for bit.
 
-    The model, or mapping of names to tensors, may hold some of the published names (`names` chooses some of its own)
-    and other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on `device`,
-    that of each tensor unless it is given. Sharded models and quantized tensors are refused by name.
+    The model, or mapping of names to tensors, may have fewer tensors than are published; `names` leaves out some more.
+    It may have other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on
+    `device`, by default that of each tensor. Sharded models and quantized tensors are refused by name.
     """
 
     def __init__(
@@ -210,28 +220,18 @@ class WeightSubscriber:
         device: torch.device | str | None = None,
     ) -> None:
         self.version = 0  # that was applied last; 0 before that
-        found = _state(model)
-        missing = sorted(set(names or ()) - set(found))
-        if missing:
-            raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
-        self._targets = {name: found[name] for name in (found if names is None else names)}
-        for name, tensor in self._targets.items():
-            if hasattr(tensor, "placements"):
-                raise CollectiveError(f"{name} is sharded, and a worker needs whole tensors: subscribe before sharding")
-            if (tensor.is_floating_point() and tensor.itemsize == 1) or tensor.is_quantized:
-                raise CollectiveError(
-                    f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
-                    "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
-                )
+        self._model = model
+        self._targets = _targets(model, None if names is None else set(names))
         self._device = None if device is None else torch.device(device)
         self._copies: dict[int, _Copy] = {}
 
     def apply(self, update: Update) -> int:
-        """Apply what `publish`, `since` or `snapshot` returned, or wrote to a file; returns the version.
+        """Apply what `publish`, `since` or `snapshot` returned, or the file that was written; returns the version.
 
-        All parts of a sharded model go into one call, as a list. An update that is damaged, or that does not follow the
-        version of the subscriber, raises WireError; then the model is as it was.
+        Pass all parts of a sharded model in one call, as a list. An update that is damaged, or does not follow the
+        subscriber's version, raises WireError and leaves the model as it was.
         """
+        self._targets = _targets(self._model, set(self._targets))  # it may have been moved to a GPU
         messages = sorted(_messages(update), key=lambda message: (message.version, message.kind, message.part))
         version, copies = self.version, self._copies
         for number in dict.fromkeys(message.version for message in messages):
@@ -244,11 +244,11 @@ class WeightSubscriber:
         return self.version
 
     def receive(self, group: dist.ProcessGroup) -> int:
-        """Apply what the publishers of a group send with `publish(group=group)`; returns the version."""
+        """Apply what publishers send with `publish(group=group)`; returns the version."""
         return self.apply(_exchange(b"", group))
 
     def _next(self, messages: list[WeightMessage], version: int, copies: dict[int, _Copy]) -> dict[int, _Copy]:
-        """The copies with one version's messages applied; nothing else is changed."""
+        """New copies with one version's messages applied; `copies` are not changed."""
         found = {message.part: message for message in messages}
         first = messages[0]
         if set(found) != set(range(first.parts)) or any(m.parts != first.parts for m in messages):
@@ -277,9 +277,11 @@ class WeightSubscriber:
         if len(message.body) != at + sum(piece.nbytes for piece in manifest.pieces):
             raise WireError("the numbers of a snapshot do not fit its manifest: it is damaged")
         segments: list[Tensor | None] = []
+        names = manifest.names()
         for pieces in manifest.segments():
             end = at + sum(piece.nbytes for piece in pieces)
-            device = self._place(pieces, manifest)
+            wanted = [name for piece in pieces for name in names[piece.name] if name in self._targets]
+            device = (self._device or self._targets[wanted[0]].device) if wanted else None
             bits = torch.frombuffer(bytearray(message.body[at:end]) or bytearray(8), dtype=torch.uint8)[: end - at]
             segments.append(None if device is None else bits.view(DTYPES[pieces[0].dtype]).to(device))
             at = end
@@ -303,20 +305,14 @@ class WeightSubscriber:
             raise WireError("an update does not end with its last segment: it is damaged")
         return copy._replace(segments=segments)
 
-    def _place(self, pieces: list[WeightBox], manifest: Manifest) -> torch.device | None:
-        """The device of a segment's copy; None if the model has none of its tensors."""
-        also = {sent: name for name, sent in manifest.tied if name in self._targets}
-        wanted = [self._targets.get(p.name, self._targets.get(also.get(p.name, ""))) for p in pieces]
-        return next((self._device or tensor.device for tensor in wanted if tensor is not None), None)
-
     def _check(self, copies: dict[int, _Copy]) -> None:
         """Raise WireError unless the copies have every tensor of the model, in its shape."""
         sent: dict[str, tuple[WeightBox, int]] = {}
         for copy in copies.values():
-            alike = {piece.name: piece for piece in copy.manifest.pieces}
-            tied = [alike[of]._replace(name=name) for name, of in copy.manifest.tied if of in alike]
-            for piece in [*copy.manifest.pieces, *tied]:
-                sent[piece.name] = piece, prod(piece.box) + sent.get(piece.name, (piece, 0))[1]
+            names = copy.manifest.names()
+            for piece in copy.manifest.pieces:
+                for name in names[piece.name]:
+                    sent[name] = piece, prod(piece.box) + sent.get(name, (piece, 0))[1]
         missing = sorted(set(self._targets) - set(sent))
         if missing:
             raise WireError(f"{', '.join(missing)} of the model are not published: choose others with names=")
@@ -328,17 +324,17 @@ class WeightSubscriber:
             if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
                 raise WireError(f"{name} is published as {dtype}, the model has {tensor.dtype}")
 
+    @torch.no_grad()
     def _write(self, copies: dict[int, _Copy]) -> None:
         for copy in copies.values():
-            names: dict[str, list[str]] = {}
-            for name, sent in [*((p.name, p.name) for p in copy.manifest.pieces), *copy.manifest.tied]:
-                names.setdefault(sent, []).append(name)
+            names = copy.manifest.names()
             for pieces, values in zip(copy.manifest.segments(), copy.segments, strict=True):
-                if values is None:
-                    continue
-                for piece, part in zip(pieces, values.split([prod(piece.box) for piece in pieces]), strict=True):
+                parts = () if values is None else values.split([prod(piece.box) for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=False):
+                    spans = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))
                     for tensor in (self._targets[name] for name in names[piece.name] if name in self._targets):
-                        _write_box(tensor, piece, part)
+                        with torch.inference_mode(tensor.is_inference()):
+                            tensor[spans].copy_(part.view(piece.box))
 
 
 # --- what is published ------------------------------------------------------------------------------------------------
@@ -347,11 +343,11 @@ class WeightSubscriber:
 class _Part(NamedTuple):
     number: int
     parts: int
-    is_sent: bool  # by this rank, and not by another that holds the same
+    is_sent: bool  # False where another rank sends the same
 
 
-def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, by name, without wrappers'."""
+def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, or those of `names`, by their names without wrappers."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -360,27 +356,48 @@ def _state(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if isinstance(inner, nn.Module) and any(hasattr(module, "_fsdp_wrapped_module") for module in inner.modules()):
         raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(inner)}")
     found = inner.state_dict() if isinstance(inner, nn.Module) else inner
-    return {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _published(
-    state: dict[str, Tensor], names: set[str] | None, dtype: torch.dtype | None
-) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
-    """What this rank publishes, floating-point numbers as `dtype`; names of tied tensors; the part."""
+    state = {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
     missing = sorted((names or set()) - set(state))
     if missing:
         raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
-    parts = {_part_of(name, value) for name, value in state.items() if hasattr(value, "placements")}
+    chosen = {name: value for name, value in state.items() if names is None or name in names}
+    for name, value in chosen.items():
+        if value.is_meta:
+            raise CollectiveError(f"{name} is on the meta device, without numbers: materialize the model first")
+    return chosen
+
+
+def _targets(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+    """The tensors that a worker's updates are written to, as the model has them now."""
+    found = _state(model, names)
+    for name, tensor in found.items():
+        if hasattr(tensor, "placements"):
+            raise CollectiveError(f"{name} is sharded, and a worker needs whole tensors: subscribe before sharding")
+        if (tensor.is_floating_point() and tensor.itemsize == 1) or tensor.is_quantized:
+            raise CollectiveError(
+                f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
+                "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise CollectiveError(f"{name} is expanded, and its elements share memory: clone it, or leave it out")
+    return found
+
+
+def _published(
+    state: dict[str, Tensor], dtype: torch.dtype | None
+) -> tuple[dict[WeightBox, Tensor], tuple[tuple[str, str], ...], _Part]:
+    """What this rank publishes, the names of tied tensors, and its part; floating-point numbers travel as `dtype`."""
+    shards = {name: _shard(name, value) for name, value in state.items()}
+    parts = {part for part, *_ in shards.values() if part is not None}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
-    part = parts.pop() if parts else _Part(0, 1, True)
+    own = parts.pop() if parts else _Part(0, 1, True)
     found: dict[WeightBox, Tensor] = {}
     tied = []
     seen: dict[object, str] = {}
-    for name, value in state.items():
-        if (names is not None and name not in names) or (part.number and not hasattr(value, "placements")):
-            continue  # one part has what all ranks hold
-        local, start = _local(value, part)
+    for name, (part, local, start) in shards.items():
+        if own.number and part is None:
+            continue  # part 0 has what all ranks hold
         key = local.data_ptr(), local.shape, local.stride(), local.dtype
         if local.numel() and key in seen:
             tied.append((name, seen[key]))
@@ -389,27 +406,25 @@ def _published(
         sent = dtype if dtype is not None and local.is_floating_point() else local.dtype
         if sent not in _NAMES:
             raise CollectiveError(f"{name} is {sent}, which cannot be published; leave it out with names=")
-        found[WeightBox(name, _NAMES[sent], tuple(value.shape), start, tuple(local.shape))] = local
-    return found, tuple(tied), part
+        found[WeightBox(name, _NAMES[sent], tuple(state[name].shape), start, tuple(local.shape))] = local
+    return found, tuple(tied), own
 
 
-def _part_of(name: str, value: Any) -> _Part:
-    sharded = [dim for dim, placement in enumerate(value.placements) if placement.is_shard()]
-    others = [dim for dim, placement in enumerate(value.placements) if placement.is_replicate()]
-    if len(sharded) != 1 or len(others) + 1 != len(value.placements):
-        raise CollectiveError(f"{name} has placements {value.placements}; tensors sharded once can be published")
-    at = value.device_mesh.get_coordinate()
-    return _Part(at[sharded[0]], value.device_mesh.size(sharded[0]), all(at[dim] == 0 for dim in others))
-
-
-def _local(value: Any, part: _Part) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's elements, and where they start in the whole tensor."""
-    if not hasattr(value, "placements"):
-        return value.detach(), (0,) * value.dim()
-    dim = next(placement.dim for placement in value.placements if placement.is_shard())
-    each = -(-value.shape[dim] // part.parts)
-    first = min(each * part.number, value.shape[dim])
-    return value.detach().to_local(), tuple(first if d == dim else 0 for d in range(value.dim()))
+def _shard(name: str, value: Any) -> tuple[_Part | None, Tensor, tuple[int, ...]]:
+    """This rank's part (None: every rank has the whole tensor), its elements, and where they start in the tensor."""
+    placements = getattr(value, "placements", ())
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    others = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
+    if len(axes) > 1 or len(axes) + len(others) < len(placements):
+        raise CollectiveError(f"{name} has placements {placements}; tensors sharded once can be published")
+    local = value.to_local() if placements else value
+    if not axes:
+        return None, local.detach(), (0,) * value.dim()
+    (axis,) = axes
+    at, parts, cut = value.device_mesh.get_coordinate(), value.device_mesh.size(axis), placements[axis].dim
+    part = _Part(at[axis], parts, all(at[other] == 0 for other in others))
+    first = min(-(-value.shape[cut] // parts) * part.number, value.shape[cut])
+    return part, local.detach(), tuple(first if dim == cut else 0 for dim in range(value.dim()))
 
 
 def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
@@ -433,7 +448,7 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def _difference(new: Tensor, base: Tensor) -> bytes:
-    """A segment of an update; no bytes if nothing has changed, the numbers themselves if their dtype has no code."""
+    """A segment of an update: empty if nothing changed, the numbers themselves if no code is for their dtype."""
     body = b""
     if not torch.equal(_bits(new), _bits(base)):
         body = _bytes(exact.encode(new, base) if new.dtype in EXACT_DTYPES else new)
@@ -451,15 +466,17 @@ def _decoded(body: memoryview, old: Tensor) -> Tensor:
 
 def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
     text = manifest.text()
-    return struct.pack("<I", len(text)) + text + b"".join(map(_bytes, segments))
+    return b"".join((struct.pack("<I", len(text)), text, *map(_bytes, segments)))
 
 
-def _messages(update: Update) -> list[WeightMessage]:
-    """The messages of an update, each checked."""
+def _messages(update: Any) -> list[WeightMessage]:
+    """The messages of an update, their checksums verified."""
     if isinstance(update, str | os.PathLike):
         update = Path(update).read_bytes()
+    if isinstance(update, Tensor) or not isinstance(update, Iterable):  # tensors iterate, too
+        raise CollectiveError(f"expected an update as bytes, a path, or a list of these, got {type(update).__name__}")
     if not isinstance(update, bytes | bytearray | memoryview):
-        return [message for part in list[Any](update) for message in _messages(part)]
+        return [message for part in update for message in _messages(part)]
     view, found = memoryview(update).cast("B"), []
     while len(view):
         if len(view) < _HEADER.size + 4 or bytes(view[:4]) != _MAGIC:
@@ -476,14 +493,8 @@ def _messages(update: Update) -> list[WeightMessage]:
     return found
 
 
-def _write_box(tensor: Tensor, piece: WeightBox, values: Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        box = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))]
-        box.copy_(values.view(piece.box))
-
-
 def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The messages of all ranks of a group that have one."""
+    """The messages that ranks of a group send; b"" is none."""
     device = checkpoint.device_of(group)
     length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]

@@ -1,8 +1,8 @@
-"""FSDP2 and HSDP: compressed communication of gradients and weights.
+"""FSDP2 and HSDP: compresses the communication of gradients and weights.
 
 handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # after fully_shard; the rest stays
 
-torch_internals (torch's private names) → this file (the handle) → rows (of a flat buffer, in lanes) → collectives.
+torch_internals (torch's private names) calls this file (the handle), which calls rows (a flat buffer, cut into lanes).
 """
 
 import functools
@@ -48,7 +48,7 @@ from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize,
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
 
-_NARROW = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
+_NARROW = 8  # with fewer bits, rounding weights at every step costs accuracy
 
 
 class FSDPState(Handle):
@@ -65,14 +65,16 @@ class FSDPState(Handle):
             self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
-            policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
+            # A rule that compresses nothing between nodes holds inside them, too.
+            across = {pattern: registry.codec(codec) for pattern, codec in (options.policy or {}).items()}
+            policy = {pattern: codec if isinstance(codec, Identity) else inside for pattern, codec in across.items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             self._shards = ShardSync(fixed, Chooser(fixed, ParameterNames()))
             self._syncs = {"shards": self._shards, "replicas": self._sync}
         else:
             self._sync = self._shards = ShardSync(options, self._chooser, self._log)
             self._syncs = {"shards": self._shards}
-        self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
+        self._expected: list[ShardedParameter] = []  # whose gradients are reduced next
         self._gatherers: list[Gatherer] = []
         self._guard = None
         if options.on_nonfinite == "raise":
@@ -85,24 +87,24 @@ class FSDPState(Handle):
         return self._sync.step
 
     def _log(self, done: int) -> None:
-        """Write logs after `done` steps, on the rank that is the first of both its groups."""
+        """Write logs after `done` steps, on the rank that is first among its shards and its replicas."""
         first = self._groups[0]
         self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
 
-    def _install(self, rules: Rules, replica: bool | None) -> None:
-        for group in self._groups:  # all of them before the first is changed
+    def _install(self, rules: Rules, replica: bool | None, *, narrow: bool) -> None:
+        for group in self._groups:  # check all before changing any
             group.check(gathers=not isinstance(self.weights, Identity))
         watch_reductions()
         for group in self._groups:
-            kept = replica if replica is not None else _is_narrow(self.weights) and group.keeps_weights
-            gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
+            kept = replica if replica is not None else narrow and group.keeps_weights
+            gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=kept)
             if not isinstance(self.weights, Identity):
                 self._gatherers.append(gatherer)
             gather = GatherComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
             group.install(ScatterComm(functools.partial(self._expect, group), self._reduce), gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
-        """Gradients of a group are reduced next."""
+        """Prepare for a call that reduces gradients of `group`."""
         given = {id(source) for source in call.sources}
         self._shards.expect(given)
         self._expected = group.parameters(call.sources)
@@ -113,7 +115,7 @@ class FSDPState(Handle):
             self._guard.look(names[::-1], call.gradients[::-1])  # in the order of the backward pass
             after_backward(functools.partial(self._check_finite, self._guard))
         if self._sync is not self._shards and group.replicas is not None:
-            # What is decided for replicas holds inside a node, too: decide before the first sum there.
+            # The choice for replicas also holds inside a node: make it before the first sum there.
             self._sync.expect(given, now=call.sums_replicas)
             self._sync.begin(group.replicas, call.gradients[0].device)
             if call.sums_replicas and self._chooser.compresses and call.dtype in DTYPES:
@@ -134,7 +136,7 @@ class FSDPState(Handle):
             )
 
     def _check_finite(self, guard: NonfiniteGuard) -> None:
-        """Compare with the other ranks what this backward pass brought, once."""
+        """Raise on all ranks if this backward pass brought NaN or Inf to any; once per pass."""
         if not guard.looked:
             return
         held = [parameter for group in self._groups for parameter in group.parameters()]
@@ -147,7 +149,7 @@ class FSDPState(Handle):
         guard.compare(self.step - 1, groups, spoiled, device)
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
-        """The sum over shards; False if torch is to do it."""
+        """Reduce over shards; False if torch has to do it."""
         scale = checks.reduction(op).scale(group.size())
         self._shards.begin(group, input.device)
         if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.compresses):
@@ -161,7 +163,7 @@ class FSDPState(Handle):
         wait_in(group, self._sync.average(_with_padding(parameters, gradients), gradients, group), gradients)
 
     def stats(self) -> Stats:
-        """What compression has done on this rank, weights included; `print` shows a table."""
+        """What compression has done on this rank, for gradients and weights; `print` shows a table."""
         own = self._sync.stats(self.step)
         shards = Tally() if self._shards is self._sync else self._shards.tally
         replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
@@ -177,37 +179,34 @@ class FSDPState(Handle):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What a checkpoint needs to resume bit-exactly, sharded like the model: every rank saves its own.
 
-        gather: every rank calls it; the first gets one state of all ranks, which all ranks can load, the others an
-            empty one.
+        gather: the first rank gets one state of all ranks, which all ranks can load, and the others an empty one.
+            Call it on every rank.
         """
-        layout = self._layout
-        own = checkpoint.export(layout, self._sync, self._gatherers, self._steps)
-        return checkpoint.gather(layout, own) if gather else own
+        own = self._export()
+        return checkpoint.gather(self._layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
-        """A state of zeros for torch.distributed.checkpoint, which fills it in place.
+        """A state of zeros for torch.distributed.checkpoint to fill in place.
 
-        It holds what this rank needs of what `world` ranks saved: the shards' group or, with replicas, the replicas.
+        It has room for what this rank needs from `world` ranks: those of the shards or, with replicas, of the replicas.
         """
         self._chooser.check_family("compress_fsdp")
-        layout = self._layout
-        old = layout.world if world is None else world
-        return checkpoint.export(layout, self._sync, self._gatherers, self._steps, old)
+        return self._export(self._layout.world if world is None else world)
+
+    def _export(self, world: int | None = None) -> dict[str, Any]:
+        steps = {name: sync.step for name, sync in self._syncs.items()}
+        return checkpoint.export(self._layout, self._sync, self._gatherers, steps, world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
-        Ranks that share a replica cannot be told apart in a list: with replicas, use one of the others.
+        A list does not tell apart ranks that share a replica: with replicas, use one of the others.
 
         In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
         for name, sync in self._syncs.items():
             sync.continue_from(steps[name])
-
-    @property
-    def _steps(self) -> dict[str, int]:
-        return {name: sync.step for name, sync in self._syncs.items()}
 
     @property
     def _layout(self) -> checkpoint.ShardLayout:
@@ -224,7 +223,7 @@ class FSDPState(Handle):
 
 
 def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
-    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
+    """The names of parameters, also after their tensors are replaced, as those on the meta device are."""
     parameters = [parameter for group in groups for parameter in group.parameters()]
     names = ParameterNames(lambda tensor: next((p.name for p in parameters if p.source.sharded_param is tensor), None))
     names.from_model = True
@@ -235,18 +234,8 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
     return names
 
 
-def _no_less(inside: Codec, across: CodecLike) -> Codec:
-    """The codec inside a node for what uses `across` between nodes: exact if that is."""
-    found = registry.codec(across)
-    return found if isinstance(found, Identity) else inside
-
-
-def _is_narrow(weights: Weights) -> bool:
-    return weights != EXACT and bits_of(weights) < _NARROW
-
-
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
-    """Gradients of this rank's parts, each followed by its padding."""
+    """The gradients of this rank's parts, each followed by its padding."""
     found = []
     for parameter in parameters:
         found.append((parameter.name, parameter.shape, parameter.held))
@@ -274,18 +263,19 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences (`replica`). "exact": they always do, and lose nothing, so that
-        weights have the bits of plain FSDP2; on a GPU the host waits in every gather for the lengths of messages.
+        copy of all weights and receive differences (`replica`). "exact": ranks keep a copy and receive lossless
+        differences, so weights have the bits of plain FSDP2; on a GPU every gather makes the host wait for the lengths
+        of messages.
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
         codec and optimizer, as for compress_ddp.
-    exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
-        "none", name patterns, or a function of name and shape.
+    exempt: the parameters that travel in 16 bits, in the same message: "auto" (those of one dimension or under 1024
+        elements), "none", name patterns, or a function of name and shape.
     policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first match wins, before exemptions.
-    inside: with replicas, the codec of the sum over shards inside a node. What is not compressed between replicas, a
-        whole step or a parameter, is not compressed inside a node either.
-    replica: keep a copy of all weights on every rank, and send differences to it. None does so if FSDP keeps
-        gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has fewer than 8 bits.
+    inside: with replicas, the codec of the sum over shards inside a node. A step or a parameter that is not compressed
+        between replicas is not compressed inside a node either.
+    replica: True keeps a copy of all weights on every rank, and sends differences to it. None does so where FSDP keeps
+        gathered weights for the backward pass anyway (reshard_after_forward=False), if `weights` has fewer than 8 bits.
     on_nonfinite: as for compress_ddp. "raise" needs one mesh for all parameters, and costs one small all_reduce
         per backward pass.
     warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.
@@ -314,8 +304,9 @@ def compress_fsdp(
     agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
     for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
         issue_call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
-    state._install(Rules(asked.exempt, None), replica)
-    if _is_narrow(gathered) and not all(g.differences for g in state._gatherers):
+    narrow = gathered != EXACT and bits_of(gathered) < _NARROW
+    state._install(Rules(asked.exempt, None), replica, narrow=narrow)
+    if narrow and not all(g.differences for g in state._gatherers):
         warnings.warn(
             f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
             "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",

@@ -5,7 +5,7 @@
 | ranks | what rank k's messages still owe, whole parameters | each rank of the shards' group |
 | ranks, with replicas | the same, sharded like the parameters | each replica |
 | mean | EF21's sums of means, sharded like the parameters | all ranks together |
-| replica | the copies to which differences are sent, sharded like the parameters | all ranks together |
+| replica | the weights that differences are sent to, sharded like the parameters | all ranks together |
 
 On another number of ranks, what rank k owes goes to rank k % world, so that the sum over ranks is kept.
 """
@@ -30,7 +30,7 @@ Steps = Mapping[str, int]  # of sums over shards and, if there are any, over rep
 
 
 class ShardLayout:
-    """Which ranks remember what, of the groups of one model."""
+    """Which ranks remember what of one model's parameters."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.parameters = {p.name: p for group in groups for p in group.parameters()}
@@ -46,14 +46,14 @@ class ShardLayout:
         ranks = next(iter(found), (dist.get_rank(),))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        # With tensor parallelism, ranks of other groups remember other things under the same names.
+        # With tensor parallelism, other groups of ranks remember other numbers under the same names.
         self.column = "" if self.replicated or ranks[0] == 0 else f"/{ranks[0]}"
 
     def key(self, rank: int) -> str:
         return f"{rank}{self.column}"
 
     def read(self, residuals: Parts) -> dict[str, Tensor]:
-        """What this rank remembers, by parameter, as in a checkpoint."""
+        """What this rank remembers, by parameter, in the form of a checkpoint."""
         if self.replicated:
             return {n: self.parameters[n].shard(values.float(), of_replica=True) for n, values in residuals.items()}
         found = {}
@@ -68,7 +68,7 @@ class ShardLayout:
         return found
 
     def blank(self, sync: GradientSync) -> dict[str, Tensor]:
-        """Zeros of the same shapes, for every parameter that has feedback at some step."""
+        """Zeros in that form, for every parameter that has feedback at some step."""
         found: dict[str, Tensor] = {}
         for name in sync.chooser.remembered():
             parameter = self.parameters[name]
@@ -77,7 +77,7 @@ class ShardLayout:
         return found
 
     def spread(self, saved: Parts) -> dict[str, Tensor]:
-        """What was saved, under the names that the ledger of this world uses."""
+        """What was saved, under this world's names of residuals."""
         found = {}
         for name, values in saved.items():
             parameter = self.parameters[name]

@@ -1,17 +1,17 @@
 """Sums of sharded gradients, and gathers of sharded weights.
 
-A row is a rank's part of a flat buffer: its shards of some parameters, one after the other, with the same padding on
-all ranks.
+A row is a rank's part of a flat buffer: its shards of some parameters, one after the other, each padded to the same
+length on all ranks.
 
 [Note: Differences] Rounding a weight makes the same error at every step, which matters below 8 bits. If every rank
-keeps what it gathered last, the owner of a shard sends the difference: it is small, and what one message loses is in
-the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
+keeps what it gathered last, the owner of a shard sends only the difference. It is small, and what one message loses
+becomes part of the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
 
-[Note: Exact weights] Differences in bits (thinwire.exact) lose nothing, so a copy is what plain FSDP2 has gathered,
-whoever changed the weights and when. Every gather asks for what changed, also one for the backward pass. A piece, some
-parameters' part of a row, has two messages: the length of its wire, and the wire. A length of 0 says that nothing has
-changed; that of the numbers, that they travel as they are, since a difference is not shorter. On a GPU a row is one
-piece, torch sends the messages, and the host waits for the lengths.
+[Note: Exact weights] Differences in bits (thinwire.exact) lose nothing: the copy equals what plain FSDP2 gathers,
+whoever changed the weights and when. So every gather sends what changed, those for the backward pass too. A row
+travels in pieces, the parts of some parameters. Each piece takes two messages: the length of its wire, and the wire.
+A wire of no bytes means that nothing changed; one as long as the numbers is the numbers, where a difference is not
+shorter. On a GPU a row is one piece, torch sends the messages, and the host waits for the lengths.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.call import issue_call
-from thinwire.collectives.channel import MOST_KINDS, channel_of
+from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.chunks import Flat, Scratch
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import LaneHooks, RowMessage
@@ -48,7 +48,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
 
 
 class Columns:
-    """Rows of `width` elements with the same layout, cut into lanes: columns that share a codec and a feedback.
+    """Cuts rows of `width` elements into lanes: columns that share a codec and a feedback.
 
     The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
     """
@@ -63,20 +63,15 @@ class Columns:
         self._bridged = torch.cat(inside) if inside else None
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Every lane's columns of a matrix, which is modified."""
+        """Each lane's columns of a matrix, which is modified."""
         first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
         others = [rows.index_select(1, index) for index in self._index[first:]]
         if self._bridged is not None:
             rows.index_fill_(1, self._bridged, 0)
         return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
 
-    def blank(self, rows: Tensor) -> list[Tensor]:
-        """Room for every lane's columns of a matrix, for `join`."""
-        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index]
-        return [rows, *blanks] if self._in_place else blanks
-
     def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
-        """rows = what `split` would have split into `parts`."""
+        """The reverse of `split`: write the columns of `parts` into `rows`."""
         for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
             rows.index_copy_(1, index, part)
 
@@ -89,15 +84,16 @@ class Columns:
         hooks: Sequence[LaneHooks] | None = None,
         note: Bad | None = None,
     ) -> None:
-        """RowMessage.run on matrices; `input` is modified."""
+        """Run a message on matrices; `input` is modified."""
         inputs = self.split(input)
-        outputs = self.blank(output)
+        blanks = [output.new_empty((output.shape[0], index.numel())) for index in self._index]
+        outputs = [output, *blanks] if self._in_place else blanks
         message.run(outputs, inputs, step, hooks, note)
         self.join(outputs, output)
 
 
 def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tuple[feedback.Piece, ...]:
-    """The elements of a lane's rows, by parameter and row; the rest is padding."""
+    """The elements of a lane's rows, by parameter and row; what no parameter holds is padding."""
     found = []
     for row, numels in enumerate(held):
         for piece in lane.pieces:
@@ -113,9 +109,9 @@ def row_name(name: str, row: int) -> str:
 
 
 class ShardSync(GradientSync):
-    """Gradients of a sharded model, summed over shards (a row for each rank) or averaged over replicas of them.
+    """Sums the gradients of a sharded model over shards (one row per rank), or averages them over replicas.
 
-    FSDP2 does not say when a step begins: it does when a parameter's gradients come a second time.
+    FSDP2 does not say when a step begins: one begins when the gradients of a parameter come a second time.
     """
 
     def __init__(
@@ -123,14 +119,14 @@ class ShardSync(GradientSync):
     ) -> None:
         super().__init__(options, chooser, timed=timed)
         self.step = 0  # steps that have begun
-        self._log = log  # called with the number of steps before, at the beginning of each
+        self._log = log  # called when a step begins, with the number of steps before it
         self._reduced: set[int] | None = None  # parameters whose gradients this step has reduced; None before a step
         self._decided = 0  # the last step that `begin_step` was called for
         self._note: Tensor | None = None  # on a GPU: which calls of programs were not finite
         self._calls = 0  # of programs
 
     def expect(self, given: set[int], *, now: bool = True) -> None:
-        """Gradients of these are reduced next, or later: of a new step, if this one has reduced one of them already."""
+        """The gradients of these parameters are reduced `now` or later; begin a step if this one had some already."""
         if self._reduced is None or given & self._reduced:
             self._reduced = set()
             self.step += 1
@@ -140,7 +136,7 @@ class ShardSync(GradientSync):
             self._reduced |= given
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Decide for a step, at its first call."""
+        """Choose codecs and feedback, at the first call of a step."""
         if self._decided != self.step:
             self._decided = self.step
             self.begin_step(group, self.step - 1, device)
@@ -159,11 +155,11 @@ class ShardSync(GradientSync):
         group: dist.ProcessGroup,
         scale: float,
     ) -> bool:
-        """output = scale * the sum over ranks of their rows for this rank; False if torch has to do it."""
+        """output = scale * the sum of all ranks' rows for this rank; False if torch has to do it."""
         names = tuple(parameter.name for parameter in parameters)
         key = names, input.dtype, input.device, group.group_name, scale
         if key not in self._buckets:
-            self._buckets[key] = self._new_rows(names, parameters, input, group, scale)
+            bounded(self._buckets)[key] = self._new_rows(names, parameters, input, group, scale)
         rows = self._buckets[key]
         if rows.message is None:
             self.tally.sent(rows.plain_bytes)
@@ -177,7 +173,7 @@ class ShardSync(GradientSync):
         return True
 
     def _next_note(self, device: torch.device) -> Bad:
-        """Where the next program notes numbers that are not finite."""
+        """Where the next program records that numbers are not finite."""
         if self._note is None:
             self._note = self.tally.new_note(device)
         self._calls = self._calls % (1 << 30) + 1
@@ -204,23 +200,20 @@ class ShardSync(GradientSync):
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
-        if len(self._messages) >= MOST_KINDS:  # a divisor that changes at every step would make thousands
-            self._messages.clear()
-            self._buckets.clear()
         if key not in self._messages:  # a codec that returns needs no new agreement
-            self._messages[key] = RowMessage(laid, like, group, scale)
+            made = RowMessage(laid, like, group, scale)
+            bounded(self._messages)[key] = made  # a divisor that changes at every step would make thousands
         message: RowMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
-        rows = [row_pieces(lane, held) for lane in found]
-        factor = 1.0 / scale
-        carry = self.memories.carry
-        pairs = zip(found, rows, strict=True)
-        carries = [carry(lane.spec.feedback, lane.pieces, factor, like.device, row) for lane, row in pairs]
+        carries = [
+            self.memories.carry(lane.spec.feedback, lane.pieces, 1.0 / scale, like.device, row_pieces(lane, held))
+            for lane in found
+        ]
         return BucketPlan(found, width, plain_bytes, message, carries, columns=columns)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether a codec saves no bytes for this dtype."""
+    """Whether a codec saves no bytes on numbers of this dtype."""
     return isinstance(codec, Identity) or codec.wire_bytes(_MANY, dtype) >= _MANY * dtype.itemsize
 
 
@@ -231,22 +224,24 @@ def announce_plain(what: str) -> None:
 
 
 class Gatherer:
-    """Gathers the weights of one parameter group, rounded, or their differences: see [Note: Differences]."""
+    """Gathers the weights of one parameter group: rounded, as differences ([Note: Differences]), or exactly."""
 
     def __init__(self, group: ParameterGroup, codec: Weights, rules: Rules, tally: Tally, *, differences: bool) -> None:
         self._group = group
         self._parameters = group.parameters()
+        self.name = self._parameters[0].name  # in checkpoints
         self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
         self._pieces = _pieces([parameter.numel for parameter in self._parameters])
         self._codec = codec
         self._rules = rules
         self._tally = tally
-        self.differences = differences and codec != EXACT  # rounded ones: a plain gather replaces an exact copy
-        self.copy = feedback.RowCopy()  # of the last rows of all ranks
+        self.differences = differences and codec != EXACT  # rounded ones, whose copy a checkpoint holds
+        self.copy = feedback.RowCopy()  # all ranks' rows, as gathered last
         self.sent = 0  # gathers of differences; the first was exact
-        self._rank = 0
-        self._padding: Tensor | None = None  # which elements of the own row it is
-        self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
+        ends = itertools.accumulate(parameter.numel for parameter in self._parameters)
+        padding = [torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, self._parameters, strict=True)]
+        self._padding = torch.cat(padding).to(group.device)  # indices of this rank's row that belong to no parameter
+        self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather brings the others'
         self._messages: dict[object, tuple[Columns, RowMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
@@ -256,7 +251,7 @@ class Gatherer:
         if is_coded and input.dtype not in DTYPES:
             announce_plain("weights of fp64, of several dtypes or of integers")
         if not is_coded or input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
-            self._tally.sent(plain_bytes)  # so that bytes can be compared between codecs of weights
+            self._tally.sent(plain_bytes)  # also for "none": bytes are compared between codecs of weights
             return False
         if self._codec == EXACT:
             sent = self._send_exactly(output, input, group)
@@ -274,7 +269,8 @@ class Gatherer:
         kept = self.copy.tensor
         if kept is None or group.size() == 1:
             gather_exactly(output, input, group)
-            self.copy.tensor = output.detach().clone() if group.size() > 1 else None
+            with torch.inference_mode(False):
+                self.copy.tensor = output.detach().clone() if group.size() > 1 else None
             return None
         if input.is_cuda:
             own = exchange(input, kept.view(group.size(), -1), group)
@@ -292,10 +288,10 @@ class Gatherer:
         return operation.sent_bytes
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> int | None:
-        self._rank = group.rank()
         if self._loaded is not None:
-            self.copy.tensor = torch.empty_like(output)
-            gather_exactly(self.copy.tensor, self._loaded.to(input), group)
+            with torch.inference_mode(False):
+                self.copy.tensor = torch.empty_like(output)
+                gather_exactly(self.copy.tensor, self._loaded.to(input), group)
             self._loaded = None
         if self.copy.tensor is None:
             gather_exactly(output, input, group)
@@ -306,31 +302,25 @@ class Gatherer:
             return 0
         else:
             input.sub_(self.copy.tensor.view(group.size(), -1)[group.rank()])
-            if self._padding is None:
-                self._padding = _padding(self._parameters).to(input.device)
-            input.index_fill_(0, self._padding, 0)
+            input.index_fill_(0, self._padding, 0)  # no checkpoint holds the copy's
             sent = self._send(output, input, group, self.sent)
             self.copy.add_to(output)
         self.sent += 1
         return sent
 
-    @property
-    def name(self) -> str:
-        """The name of its first parameter."""
-        return self._parameters[0].name
-
     def state(self) -> dict[str, Tensor]:
-        """This rank's shards of the copy, by parameter."""
+        """This rank's shards of the copy by parameter, for a checkpoint."""
         if not self.differences:
             return {}
         row = torch.zeros(self._width) if self._loaded is None else self._loaded.float()
         if self.copy.tensor is not None:
-            row = self.copy.tensor.view(-1, self._width)[self._rank].float()
+            rank = 0 if self._group.shards is None else self._group.shards.rank()
+            row = self.copy.tensor.view(-1, self._width)[rank].float()
         parts = row.split([parameter.numel for parameter in self._parameters])
         return {p.name: p.shard(part) for p, part in zip(self._parameters, parts, strict=True)}
 
     def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
-        """Load shards of a copy, which the next gather completes; no copy if some are missing."""
+        """Load shards of a copy, which the next gather completes; start without a copy if some are missing."""
         found = [saved.get(parameter.name) for parameter in self._parameters]
         parts = [p.part(shard) for p, shard in zip(self._parameters, found, strict=True) if shard is not None]
         self._loaded = torch.cat(parts) if sent and len(parts) == len(self._parameters) else None
@@ -357,14 +347,14 @@ class Gatherer:
 
 
 class ExactGather(Operation):
-    """copy = the rows of all ranks, exactly: see [Note: Exact weights]. A chunk is a piece."""
+    """Bring `copy` up to all ranks' rows: see [Note: Exact weights]. A chunk is a piece."""
 
     def __init__(self, context: CallContext, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
         super().__init__(context, len(pieces), [Flat([copy])], [Flat([row])])
         self._new_P = row.detach().split(pieces)
         self._old_WP = [kept.split(pieces) for kept in copy.view(context.link.world, -1)]
         self.sent_bytes = 0
-        self.plain = 0  # pieces of this rank that travelled as they are
+        self.plain = 0  # pieces that this rank sent as plain numbers
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         """Encode, send and decode a piece."""
@@ -386,7 +376,7 @@ class ExactGather(Operation):
 
 
 def exchange(new: Tensor, old_W: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """old_W = the rows of all ranks, of which `new` is this one's, by torch's own messages. This rank's wire."""
+    """Bring `old_W` up to all ranks' rows by torch's own messages. `new` is this rank's; returns its wire."""
     rank = group.rank()
     own = _difference(new, old_W[rank])
     lengths = new.new_empty(group.size(), dtype=torch.int64)
@@ -404,7 +394,7 @@ def exchange(new: Tensor, old_W: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _update(old: Tensor, wire: Tensor) -> None:
-    """old = what a wire, as `_difference` makes it, says."""
+    """Apply a wire of `_difference` to the numbers it was made against."""
     if wire.nbytes == old.nbytes:
         old.view(torch.uint8).copy_(wire)
     elif wire.nbytes:
@@ -412,7 +402,7 @@ def _update(old: Tensor, wire: Tensor) -> None:
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:
-    """The wire of a piece: nothing if it has not changed, the numbers themselves if a difference is not shorter."""
+    """The wire of a piece: empty if nothing changed, the numbers themselves if a difference is not shorter."""
     numbers = new.view(torch.uint8)
     if torch.equal(numbers, old.view(torch.uint8)):
         return numbers[:0]
@@ -421,7 +411,7 @@ def _difference(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _pieces(numels: Sequence[int]) -> list[int]:
-    """Numbers of a row that share a wire: a parameter's, and those of small ones before it, or at the end."""
+    """The sizes of a row's pieces: each is a large parameter with the small ones before it; the last ends the row."""
     found = [0]
     for numel in numels:
         if found[-1] >= EXACT_BLOCK:
@@ -430,9 +420,3 @@ def _pieces(numels: Sequence[int]) -> list[int]:
     if len(found) > 1 and found[-1] < EXACT_BLOCK:
         found[-2:] = [sum(found[-2:])]
     return found
-
-
-def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
-    """Which elements of a rank's own row belong to no parameter."""
-    ends = itertools.accumulate(parameter.numel for parameter in parameters)
-    return torch.cat([torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, parameters, strict=True)])

@@ -1,9 +1,9 @@
-"""The private names of torch's FSDP2 that thinwire uses: all of them are in this file.
+"""All private names of torch's FSDP2 that thinwire uses.
 
 FSDP2 cuts a model into parameter groups. Each gathers its parameters with an `AllGather` and reduces their gradients
-with a `ReduceScatter`; both can be replaced. Neither learns which parameters it carries, and with replicas of shards
-(HSDP) torch sums over these itself. So the one function that reduces a group's gradients, `foreach_reduce`, is wrapped:
-before it runs, a thinwire `ReduceScatter` sees its arguments by name. Other models are not affected.
+with a `ReduceScatter`; both can be replaced. Neither learns which parameters it carries, and torch itself sums over
+replicas of shards (HSDP). So this file wraps `foreach_reduce`, the one function that reduces a group's gradients:
+before it runs, a thinwire `ReduceScatter` gets its arguments by name. Other models are not affected.
 """
 
 import functools
@@ -53,23 +53,23 @@ _ARGUMENTS = (
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter and its parts in every rank's row of a flat buffer."""
+    """A parameter, and where its parts lie: one in every rank's row of a flat buffer."""
 
     name: str
     shape: torch.Size  # of the whole parameter
     numel: int  # of a part, padding included
     held: int  # of this rank's part, without padding
-    in_tensor_parallel: bool  # whether tensor parallelism cuts it, too
+    in_tensor_parallel: bool  # whether tensor parallelism shards it, too
     source: Any  # torch's own FSDPParam
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the mean, once it is there."""
+        """This rank's part of the mean gradient; None before it is computed."""
         found: Any = self.source.sharded_param.grad
         return None if found is None else found.to_local()
 
     def held_by(self, rank: int) -> int:
-        """Elements of another rank's part, without padding."""
+        """Elements of a rank's part, without padding."""
         if self.source.fsdp_placement.dim != 0:
             return self.numel
         return max(0, min(self.numel, self.shape.numel() - rank * self.numel))
@@ -92,7 +92,7 @@ class ShardedParameter(NamedTuple):
         return rows
 
     def shard(self, part: Tensor, *, of_replica: bool = False) -> DTensor:
-        """This rank's part as a shard of a tensor that is sharded like the parameter, or over this replica only."""
+        """This rank's part as a DTensor sharded like the parameter, or with `of_replica` over this replica alone."""
         local = part[: self.held].reshape(self.source.sharded_size).clone()
         if not of_replica:
             found: DTensor = self.source.to_sharded_dtensor(local)
@@ -105,7 +105,7 @@ class ShardedParameter(NamedTuple):
         )
 
     def part(self, shard: Tensor) -> Tensor:
-        """This rank's part, padded, of a result of `shard`, or of a whole plain tensor."""
+        """The reverse of `shard`, padded; a whole plain tensor is cut first."""
         if not isinstance(shard, DTensor):
             mesh = self.source.mesh_info
             return self.rows(shard.view(self.shape), mesh.shard_mesh_size)[mesh.shard_mesh_rank]
@@ -116,17 +116,17 @@ class ShardedParameter(NamedTuple):
 
 
 class ParameterGroup:
-    """A parameter group of FSDP2's."""
+    """A parameter group of FSDP2: parameters that are gathered together, and whose gradients are reduced together."""
 
     def __init__(self, group: Any, names: dict[int, str]) -> None:
         self._group = group
         self._names = names  # of modules, by id
         self._found: dict[tuple[int, ...], list[ShardedParameter]] = {}
         self.name = names.get(id(group.modules[0]), "") or "the root"  # of the first module in it
-        self.device: torch.device = group.device  # on which it communicates
+        self.device: torch.device = group.device  # that it communicates from
         info = group.mesh_info
-        self.is_replicated = isinstance(info, DDPMeshInfo)  # whether replicas of the shards are summed over too
-        # The ranks that hold a shard each, and those that hold the same shard; None where there are no others.
+        self.is_replicated = isinstance(info, DDPMeshInfo)  # whether gradients are summed over replicas, too
+        # The ranks with the other shards of this replica, and those with the same shard; None without such a group.
         self.shards: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
         self.replicas: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
         in_rows = self.shards is not None and self.replicas is not None
@@ -134,16 +134,16 @@ class ParameterGroup:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether gathered parameters stay from forward to backward."""
+        """Whether gathered parameters are kept from the forward to the backward pass."""
         return not getattr(self._group, "_reshard_after_forward", True)
 
     @property
     def in_backward(self) -> bool:
-        """Whether parameters are being gathered for the backward pass, after a forward pass has had them."""
+        """Whether parameters are being gathered for the backward pass, and a forward pass has had the same."""
         return bool(self._group._training_state == TrainingState.PRE_BACKWARD)
 
     def parameters(self, sources: Sequence[Any] | None = None) -> list[ShardedParameter]:
-        """The parameters of a list from torch, or all, in the order of the flat buffer."""
+        """These parameters of torch's, or all of the group, in the order of the flat buffer."""
         given = self._group.fsdp_params if sources is None else sources
         key = tuple(map(id, given))
         if key not in self._found:
@@ -164,16 +164,16 @@ class ParameterGroup:
 
     @property
     def is_resharded(self) -> bool:
-        """Whether parameters are in larger shards after a forward pass (reshard_after_forward=2)."""
+        """Whether the forward pass has left parameters in larger shards (reshard_after_forward=2)."""
         return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
 
     @property
     def gathers_by_default(self) -> bool:
-        """Whether torch's default gathers the weights."""
+        """Whether weights are gathered by torch's default."""
         return type(self._group._all_gather_comm) is DefaultAllGather
 
     def check(self, *, gathers: bool) -> None:
-        """Raise unless torch's default reduces the gradients and, with `gathers`, gathers the weights."""
+        """Raise unless gradients are reduced by torch's default and, if `gathers`, weights gathered by it."""
         for present, kind in (
             (self._group._reduce_scatter_comm, DefaultReduceScatter),
             (self._group._all_gather_comm if gathers else None, DefaultAllGather),
@@ -189,13 +189,13 @@ class ParameterGroup:
                 )
 
     def install(self, scatter: "ScatterComm", gather: "GatherComm | None") -> None:
-        """Replace torch's own, which still serve what is not compressed."""
+        """Replace torch's own, which the new ones call for what is not compressed."""
         self._group._reduce_scatter_comm = scatter
         if gather is not None:
             self._group._all_gather_comm = gather
 
     def restore(self) -> None:
-        """Plain FSDP2 again."""
+        """Return to plain FSDP2."""
         if isinstance(self._group._reduce_scatter_comm, ScatterComm):
             self._group._reduce_scatter_comm = DefaultReduceScatter()
         if isinstance(self._group._all_gather_comm, GatherComm):
@@ -203,7 +203,10 @@ class ParameterGroup:
 
 
 class ScatterComm(DefaultAllocMixin, ReduceScatter):
-    """Reduces the gradients of a group through `reduce`; just before, `expect` gets the arguments by name."""
+    """Reduces a group's gradients with `reduce`; just before, `expect` gets the arguments by name.
+
+    Where `reduce` returns False, torch's default does it.
+    """
 
     def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
         self.expect = expect
@@ -218,7 +221,7 @@ class ScatterComm(DefaultAllocMixin, ReduceScatter):
 
 
 class GatherComm(DefaultAllocMixin, AllGather):
-    """Gathers the parameters of a group through `gather`, or like torch."""
+    """Gathers a group's parameters with `gather` or, where that returns False, torch's default."""
 
     def __init__(self, gather: Callable[..., bool]) -> None:
         self._gather = gather
@@ -250,8 +253,8 @@ class ReduceCall:
     def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
         """Replace torch's own sum over replicas by `average`.
 
-        torch divides by the groups it knows: without the replicas' group, by the shards alone. So the replicas are
-        averaged, or summed if a divisor is given, which includes them.
+        torch then knows the shards' group alone, and divides by its size. So replicas are averaged; if the user gave a
+        divisor, which stands for all ranks, they are summed.
         """
         given = self._given
         group: dist.ProcessGroup = given["all_reduce_group"]
@@ -269,7 +272,7 @@ class ReduceCall:
             average(gradients, group)
             if summed:
                 gradients.mul_(group.size())
-            if gradients.is_cuda:  # torch may free it while this stream still uses it
+            if gradients.is_cuda:  # torch may free them while this stream still uses them
                 gradients.record_stream(torch.cuda.current_stream())
             if then is not None:
                 then(gradients)
@@ -281,7 +284,7 @@ class ReduceCall:
 
 @functools.cache
 def watch_reductions() -> None:
-    """Wrap torch's function, once per process."""
+    """Wrap `foreach_reduce`, once per process."""
     module: Any = param_groups
     original = module.foreach_reduce
     signature = inspect.signature(original)
