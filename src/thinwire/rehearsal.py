@@ -299,7 +299,7 @@ class Rehearsal(Handle):
         self._held: list[list[Tensor | None]] = []  # gradients of ranks that have had some of their micro-batches
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
-        self._order: list[nn.Parameter] = []  # in which gradients arrive
+        self._order: list[nn.Parameter] = []  # in which gradients arrive; empty once a backward pass lacked some
         self._sums: list[RehearsedSum] = []
         self._finite: list[Tensor] = []  # whether the means of every bucket are
         self._met: set[int] = set()  # parameters that had a gradient in this step
@@ -369,6 +369,8 @@ class Rehearsal(Handle):
             parameter.grad = None
         rank, last = self._micro % self.world, self._micro >= self._most - self.world
         self._micro += 1
+        if last and any(gradient is None for gradient in gradients):
+            self._order.clear()
         if self._most > self.world:
             gradients = self._add_to_held(rank, gradients)
             if not last:
@@ -397,7 +399,10 @@ class Rehearsal(Handle):
     def _begin_step(self) -> None:
         self._stepped = False
         self._met.clear()
-        groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+        if self._order:
+            groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+        else:
+            groups = buckets_of(self._parameters)  # DDP needs find_unused_parameters=True, and never rebuilds buckets
         self._sums = self._ranks.begin_step(self.steps, groups)
 
     def _send(self, total: RehearsedSum, rank: int, gradients: Sequence[Tensor | None]) -> None:

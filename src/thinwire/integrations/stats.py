@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
 
@@ -199,7 +200,7 @@ class Handle:
         target: a path, to which lines of JSON are appended; TensorBoard's SummaryWriter, or anything with
             `add_scalar`; a Weights & Biases run, or anything with `log`; or a function, called with a dict.
         """
-        if not isinstance(every, int) or every < 1:
+        if not is_int(every) or every < 1:
             raise CollectiveError(f"log_to: every must be a number of steps above 0, got {every!r}")
         methods = [callable(getattr(target, name, None)) for name in ("add_scalar", "log")]
         if not (isinstance(target, str | Path) or callable(target) or any(methods)):

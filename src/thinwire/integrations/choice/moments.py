@@ -8,6 +8,7 @@ every rank takes the same steps, so nothing more is sent or remembered.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class Moments:
         agreed = agree([*peaks, *(-peak for peak in peaks)], dist.ReduceOp.MAX)
         most = agreed[: len(names)]
         least = [-value for value in agreed[len(names) :]]
-        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high]
+        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high < math.inf]
         self.shared = frozenset(alike)
         if again and not alike:
             self._tried = _TRIES[-1]

@@ -241,8 +241,8 @@ class DDPOptions:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
         are_known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
         if self.optimizer is not None and not (are_known and all(are_known)):
-            kinds = [type(one).__name__ for one in self.optimizers]
-            raise CodecError(f"optimizer must be torch optimizers, 'linear' or 'adaptive', got {kinds}")
+            known = ", ".join(map(repr, FAMILIES))
+            raise CodecError(f"optimizer must be torch optimizers, or one of {known}, got {self.optimizer!r}")
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
         if self.algorithm == "two_phase":
@@ -387,5 +387,5 @@ def check_stepped(model: nn.Module, given: Optimizers) -> None:
     if found and stepped.isdisjoint(map(id, model.parameters())):
         raise CollectiveError(
             "optimizer= must step the model's parameters, and steps none of them: pass the one made of "
-            "model.parameters(); where it steps copies of them, pass 'adaptive' or 'linear'"
+            "model.parameters(); where it steps copies of them, pass 'linear', 'adaptive' or 'muon'"
         )
