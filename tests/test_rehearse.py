@@ -242,8 +242,9 @@ def test_models_it_does_not_take() -> None:
     wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)
     wrapped.module = network(8)
-    with pytest.raises(CollectiveError, match="the model that DDP wraps"):
-        thinwire.rehearse(wrapped, "int8")
+    for given in (wrapped, None):
+        with pytest.raises(CollectiveError, match="the model that DDP wraps"):
+            thinwire.rehearse(given, "int8")  # type: ignore[arg-type]
     with pytest.raises(CollectiveError, match="steps none of them"):
         thinwire.rehearse(network(8), "lloyd2", optimizer=torch.optim.SGD(network(8).parameters(), 0.1))
     model = network(8)

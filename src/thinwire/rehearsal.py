@@ -270,6 +270,8 @@ class Rehearsal(Handle):
 
     def __init__(self, model: nn.Module, options: DDPOptions, world: int, accumulate: int, noise: float) -> None:
         super().__init__()
+        if isinstance(model, nn.parallel.DistributedDataParallel) or not isinstance(model, nn.Module):
+            raise CollectiveError(f"rehearse takes the model that DDP wraps, got {type(model).__name__}")
         if any(isinstance(choice, Auto) and choice.bits is None for choice in options.schedule.choices):
             raise CodecError("codec='auto' times codecs on a link, and a rehearsal has none: name a codec")
         if options.mesh is not None:
@@ -283,8 +285,6 @@ class Rehearsal(Handle):
         options.rules.check_names([name for name, _ in model.named_parameters()])
         self._names.take(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise CollectiveError("rehearse plays DDP's ranks in one process: pass the model that DDP wraps")
         if odd := [name for name, p in model.named_parameters() if p.is_complex()]:
             raise CollectiveError(f"rehearse takes real parameters, these are complex: {', '.join(odd)}")
         check_stepped(model, options.optimizer)
