@@ -6,10 +6,10 @@ The rest of the loop is gradient accumulation: `world` backward passes, whose lo
 After the last backward pass `.grad` holds what every one of `world` ranks would have got from DDP, bit for bit: buckets
 as DDP makes them, chunks, codecs, feedback and stages as in `compress_ddp`.
 
-[Note: Seats] A rank's turn encodes its gradients, and its stages then wait for messages as they would on a group. All
-ranks' wires lie in one memory (`_Shelf`), so a message is there when the last rank has had its turn. Of a rank's own
-numbers only those of its own shard are needed afterwards; the shards of all ranks make up one gradient. With feedback a
-rank's numbers stay until the end of the step, in as much memory as the ranks together have.
+[Note: Seats] In its turn, a rank encodes its gradients; then its stages wait for messages, as on a real group. All
+ranks write their wires into shared memory (`_Shelf`), so all messages have arrived when the last rank has had its turn.
+After encoding, a rank needs only the gradients of its own shard; all ranks' shards together are one gradient. With
+feedback, each rank's gradients are kept until the end of the step.
 """
 
 import json
@@ -105,7 +105,7 @@ class _SeatScratch(Scratch):
 
 
 class RehearsedRanks:
-    """What ranks agree on, what each of them remembers, and what their sums cost."""
+    """The ranks' common decisions, each one's memories, and the cost of their sums."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames, world: int, *, outer: bool = False) -> None:
         self.world = world
@@ -191,7 +191,7 @@ class RehearsedSum:
         return [gradients[i] for i in self._weighed]
 
     def turn(self, buffer: Tensor) -> None:
-        """The next rank encodes its gradients, which are used up."""
+        """Encode the next rank's gradients, which may be overwritten."""
         bucket, ranks = self.bucket, self._ranks
         if self._weighed:
             torch._foreach_div_(self._weighed_of(buffer), self._roots)
@@ -204,10 +204,10 @@ class RehearsedSum:
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
             watch = ranks.errors.watch(lane.pieces, bucket.device).lost if ranks.chooser.measuring else None
-            on_finite = ranks.tally.checked if rank == 0 else None  # all ranks see the same
+            on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
-                self._rows[at] = x  # the sum takes its place
+                self._rows[at] = x  # will be overwritten by the sum
         self._seats.append(_Seat(rank, self._world, bucket.device))
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
 
@@ -223,7 +223,7 @@ class RehearsedSum:
         return stages
 
     def _settle(self, chunk: LaneChunk, rank: int) -> None:
-        """Let go of a rank's numbers but for its own shard's; see [Note: Seats]."""
+        """Free a rank's gradients except its own shard's; see [Note: Seats]."""
         kept = self._rows[chunk.key.lane][chunk.begin : chunk.begin + chunk.x.numel()]
         if chunk.shards:
             part = chunk.shards[rank]
@@ -254,7 +254,7 @@ class RehearsedSum:
                 next(self._stages[rank][index], None)
 
     def _hand_out(self, index: int, readers: Sequence[int]) -> None:
-        """Every rank sums its shard; those who read get the wires of all sums."""
+        """Every rank sums its shard; `readers` get the wires of all sums."""
         wires_WW = []
         for seat, stages in zip(self._seats, self._stages, strict=True):
             next(stages[index])
@@ -533,7 +533,7 @@ def report_loss(loss: float | Tensor) -> None:
             file.write(json.dumps({"loss": float(loss), "bits": bits}) + "\n")
 
 
-_last: "weakref.ref[Rehearsal] | None" = None  # that `rehearse` made
+_last: "weakref.ref[Rehearsal] | None" = None  # the last one that `rehearse` made
 
 
 def _asked() -> Mapping[str, Any]:
