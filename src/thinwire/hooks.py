@@ -218,9 +218,8 @@ def _numbers(bucket: Any) -> Tensor:
     grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
     checks.check_gradient(grad)
     if grad.is_complex():
-        return torch.view_as_real(
-            grad.conj() if grad.is_conj() else grad
-        )  # the mean of conjugates is the conjugate of the mean
+        grad = grad.conj() if grad.is_conj() else grad  # the mean of conjugates is the conjugate of the mean
+        return torch.view_as_real(grad)
     return grad
 
 

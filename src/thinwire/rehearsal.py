@@ -290,13 +290,14 @@ class Rehearsal(Handle):
         check_stepped(model, options.optimizer)
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
+        self._no_gradients: list[Tensor | None] = [None] * len(self._parameters)
         self._ranks = RehearsedRanks(options, self._names, world)
         self._guards = [NonfiniteGuard() for _ in range(world)] if options.on_nonfinite == "raise" else []
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._most = world * accumulate  # micro-batches of a step
         self._micro = 0  # of the present step
-        self._held: list[list[Tensor | None]] = []  # gradients of ranks that have had some of their micro-batches
+        self._held = [self._no_gradients] * world  # of ranks that have had some of their micro-batches
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
         self._order: list[nn.Parameter] = []  # in which gradients arrive; empty once a backward pass lacked some
@@ -375,7 +376,7 @@ class Rehearsal(Handle):
             gradients = self._add_to_held(rank, gradients)
             if not last:
                 return
-            self._held[rank] = []
+            self._held[rank] = self._no_gradients
         if rank == 0:
             self._begin_step()
         self._met |= {id(p) for p, grad in zip(self._parameters, gradients, strict=True) if grad is not None}
@@ -386,15 +387,9 @@ class Rehearsal(Handle):
             self._end_step()
 
     def _add_to_held(self, rank: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        if len(self._held) <= rank:
-            self._held.append([])
-        held = self._held[rank] or [None] * len(gradients)
-        summed = [
-            new if old is None else old if new is None else old.add_(new)
-            for old, new in zip(held, gradients, strict=True)
-        ]
-        self._held[rank] = summed
-        return summed
+        pairs = zip(self._held[rank], gradients, strict=True)
+        self._held[rank] = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+        return self._held[rank]
 
     def _begin_step(self) -> None:
         self._stepped = False

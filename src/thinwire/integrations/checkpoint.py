@@ -35,7 +35,6 @@ _ERRORS = "\0errors"  # the key of errors, beside names of parameters
 State = dict[str, Any]
 Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
-Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 Loaded = tuple[int, Layout | None, Collection[str] | None]  # the step, and the arguments of `Restorer.restore`
 
 
@@ -245,7 +244,7 @@ def read(
 class Restorer:
     """Holds gradients to average them in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
 
-    def __init__(self, average: Average) -> None:
+    def __init__(self, average: Callable[[GradientSet, Tensor], "Future[Tensor]"]) -> None:
         self._average = average
         self._last: list[Names] = []  # buckets of the last whole step
         self._sent: list[Names] = []  # buckets of this step

@@ -176,15 +176,14 @@ class GradientSync:
         self.chooser.load_state_dict(state["decisions"], step)
         if self._nodes is not None:
             residuals = means = {}
-        self._replace(residuals, means, dict(state["feedback"]), errors)
+        self.clear()
+        self.memories.load(residuals, means, dict(state["feedback"]))
+        self.errors.load(errors)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._replace({}, {}, {}, {})
-
-    def _replace(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
-        self.memories.load(residuals, means, kinds)
-        self.errors.load(errors)
+        self.memories.load({}, {}, {})
+        self.errors.load({})
         self._buckets.clear()
 
     def forget(self, gone: Collection[str]) -> None:

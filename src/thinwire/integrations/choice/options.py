@@ -20,7 +20,6 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
 from thinwire.integrations.models import bare_optimizer
 
-FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; smaller tensors travel in 16 bits: their blocks would hardly fill a scale
 Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
 CodecLike = str | Codec
