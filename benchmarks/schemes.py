@@ -8,7 +8,7 @@ import contextlib
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +121,8 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
     if weighed and unit != MOMENTS:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
-    if asked not in options.FEEDBACKS:
-        raise CodecError(f"{text!r}: feedback must be one of {', '.join(options.FEEDBACKS)}, got {asked!r}")
+    if asked not in get_args(Feedback):
+        raise CodecError(f"{text!r}: feedback must be one of {', '.join(get_args(Feedback))}, got {asked!r}")
     try:
         spelt = str(options.parse(label))
     except CodecError as error:

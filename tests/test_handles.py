@@ -319,7 +319,7 @@ def test_tensorboard_has_the_figures(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_handle_does_not_log_to_anything() -> None:
-    for target, every in ((3, 1), ("log", 0)):
+    for target, every in ((3, 1), ("log", 0), ("log", True)):
         with pytest.raises(CollectiveError, match="log_to"):
             DDPState(None).log_to(target, every=every)
 

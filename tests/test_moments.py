@@ -1,6 +1,7 @@
 """Gradients in Adam's units: which moments are used, what becomes of the gradients, and that ranks agree."""
 
 import gc
+import math
 import weakref
 from typing import Any
 from unittest import mock
@@ -43,11 +44,11 @@ def test_roots_are_those_of_the_moments_and_no_number_is_endless() -> None:
     torch.testing.assert_close(roots, torch.tensor([16.0 + floor, 0.25 + floor, floor]).sqrt())
 
 
-def test_moments_of_zeros_are_no_unit_and_gradients_stay_finite() -> None:
+def test_moments_of_zeros_or_inf_are_no_unit_and_gradients_stay_finite() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.RMSprop([weight], alpha=0.0)
     found = Moments([optimizer])
-    for gradient, shared in ((0.0, set()), (1e-30, {"weight"})):  # its square is zero, but for a root of eps
+    for gradient, shared in ((0.0, set()), (math.inf, set()), (1e-30, set()), (1e-30, {"weight"})):  # tries 1, 2, 4
         stepped(optimizer, weight, torch.full((3,), gradient))
         optimizer.state[weight]["square_avg"].fill_(gradient)
         found.look({"weight": weight}, alone)

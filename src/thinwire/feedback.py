@@ -134,7 +134,7 @@ class EF21:
         self._gaps.clear(span, out)
 
     def owed(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """`keep` needs what was read, not what was lost."""
+        """None: `keep` needs what was read, not what was lost."""
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what the others read."""

@@ -55,7 +55,7 @@ def _check_bucket(bucket: object) -> None:
 
 
 def _of_buckets(hook: Callable[_P, Future[Tensor]]) -> Callable[_P, Future[Tensor]]:
-    """A hook that says so where it gets no bucket."""
+    """A hook that raises a clear error if it gets no bucket."""
 
     @wraps(hook)
     def checked(*args: _P.args, **options: _P.kwargs) -> Future[Tensor]:
@@ -103,7 +103,7 @@ def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Fut
     NaN or Inf makes that shard NaN and leaves the others alone.
     """
     codec = _EIGHT_BITS.format(_LONGEST)
-    return _mean(process_group, bucket, codec, algorithm="two_phase")  # in one shot NaN would take all
+    return _mean(process_group, bucket, codec, algorithm="two_phase")  # in one shot NaN would spoil the whole bucket
 
 
 @_of_buckets
@@ -131,7 +131,7 @@ def _channel(bucket_size: int) -> int:
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook` on the bucket cast to float16; its answer in the bucket's dtype.
+    """Run `hook` on the bucket cast to float16, and return its result in the bucket's dtype.
 
     A number beyond 65504 becomes infinite, and so does a sum of them; fp16_compress_hook has scales and keeps it.
     """
@@ -139,7 +139,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook` on the bucket cast to bfloat16; its answer in the bucket's dtype."""
+    """Run `hook` on the bucket cast to bfloat16, and return its result in the bucket's dtype."""
     return _named(partial(_in_sixteen_bits, torch.bfloat16, hook), f"bf16_compress_wrapper({_name(hook)})")
 
 
@@ -218,9 +218,8 @@ def _numbers(bucket: Any) -> Tensor:
     grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
     checks.check_gradient(grad)
     if grad.is_complex():
-        return torch.view_as_real(
-            grad.conj() if grad.is_conj() else grad
-        )  # the mean of conjugates is the conjugate of the mean
+        grad = grad.conj() if grad.is_conj() else grad  # the mean of conjugates is the conjugate of the mean
+        return torch.view_as_real(grad)
     return grad
 
 

@@ -6,10 +6,10 @@ The rest of the loop is gradient accumulation: `world` backward passes, whose lo
 After the last backward pass `.grad` holds what every one of `world` ranks would have got from DDP, bit for bit: buckets
 as DDP makes them, chunks, codecs, feedback and stages as in `compress_ddp`.
 
-[Note: Seats] A rank's turn encodes its gradients, and its stages then wait for messages as they would on a group. All
-ranks' wires lie in one memory (`_Shelf`), so a message is there when the last rank has had its turn. Of a rank's own
-numbers only those of its own shard are needed afterwards; the shards of all ranks make up one gradient. With feedback a
-rank's numbers stay until the end of the step, in as much memory as the ranks together have.
+[Note: Seats] In its turn, a rank encodes its gradients; then its stages wait for messages, as on a real group. All
+ranks write their wires into shared memory (`_Shelf`), so all messages have arrived when the last rank has had its turn.
+After encoding, a rank needs only the gradients of its own shard; all ranks' shards together are one gradient. With
+feedback, each rank's gradients are kept until the end of the step.
 """
 
 import json
@@ -105,7 +105,7 @@ class _SeatScratch(Scratch):
 
 
 class RehearsedRanks:
-    """What ranks agree on, what each of them remembers, and what their sums cost."""
+    """The ranks' common decisions, each one's memories, and the cost of their sums."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames, world: int, *, outer: bool = False) -> None:
         self.world = world
@@ -191,7 +191,7 @@ class RehearsedSum:
         return [gradients[i] for i in self._weighed]
 
     def turn(self, buffer: Tensor) -> None:
-        """The next rank encodes its gradients, which are used up."""
+        """Encode the next rank's gradients, which may be overwritten."""
         bucket, ranks = self.bucket, self._ranks
         if self._weighed:
             torch._foreach_div_(self._weighed_of(buffer), self._roots)
@@ -204,10 +204,10 @@ class RehearsedSum:
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
             watch = ranks.errors.watch(lane.pieces, bucket.device).lost if ranks.chooser.measuring else None
-            on_finite = ranks.tally.checked if rank == 0 else None  # all ranks see the same
+            on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
-                self._rows[at] = x  # the sum takes its place
+                self._rows[at] = x  # will be overwritten by the sum
         self._seats.append(_Seat(rank, self._world, bucket.device))
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
 
@@ -223,7 +223,7 @@ class RehearsedSum:
         return stages
 
     def _settle(self, chunk: LaneChunk, rank: int) -> None:
-        """Let go of a rank's numbers but for its own shard's; see [Note: Seats]."""
+        """Free a rank's gradients except its own shard's; see [Note: Seats]."""
         kept = self._rows[chunk.key.lane][chunk.begin : chunk.begin + chunk.x.numel()]
         if chunk.shards:
             part = chunk.shards[rank]
@@ -254,7 +254,7 @@ class RehearsedSum:
                 next(self._stages[rank][index], None)
 
     def _hand_out(self, index: int, readers: Sequence[int]) -> None:
-        """Every rank sums its shard; those who read get the wires of all sums."""
+        """Every rank sums its shard; `readers` get the wires of all sums."""
         wires_WW = []
         for seat, stages in zip(self._seats, self._stages, strict=True):
             next(stages[index])
@@ -270,6 +270,8 @@ class Rehearsal(Handle):
 
     def __init__(self, model: nn.Module, options: DDPOptions, world: int, accumulate: int, noise: float) -> None:
         super().__init__()
+        if isinstance(model, nn.parallel.DistributedDataParallel) or not isinstance(model, nn.Module):
+            raise CollectiveError(f"rehearse takes the model that DDP wraps, got {type(model).__name__}")
         if any(isinstance(choice, Auto) and choice.bits is None for choice in options.schedule.choices):
             raise CodecError("codec='auto' times codecs on a link, and a rehearsal has none: name a codec")
         if options.mesh is not None:
@@ -283,23 +285,22 @@ class Rehearsal(Handle):
         options.rules.check_names([name for name, _ in model.named_parameters()])
         self._names.take(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise CollectiveError("rehearse plays DDP's ranks in one process: pass the model that DDP wraps")
         if odd := [name for name, p in model.named_parameters() if p.is_complex()]:
             raise CollectiveError(f"rehearse takes real parameters, these are complex: {', '.join(odd)}")
         check_stepped(model, options.optimizer)
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
+        self._no_gradients: list[Tensor | None] = [None] * len(self._parameters)
         self._ranks = RehearsedRanks(options, self._names, world)
         self._guards = [NonfiniteGuard() for _ in range(world)] if options.on_nonfinite == "raise" else []
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._most = world * accumulate  # micro-batches of a step
         self._micro = 0  # of the present step
-        self._held: list[list[Tensor | None]] = []  # gradients of ranks that have had some of their micro-batches
+        self._held = [self._no_gradients] * world  # of ranks that have had some of their micro-batches
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
-        self._order: list[nn.Parameter] = []  # in which gradients arrive
+        self._order: list[nn.Parameter] = []  # in which gradients arrive; empty once a backward pass lacked some
         self._sums: list[RehearsedSum] = []
         self._finite: list[Tensor] = []  # whether the means of every bucket are
         self._met: set[int] = set()  # parameters that had a gradient in this step
@@ -369,11 +370,13 @@ class Rehearsal(Handle):
             parameter.grad = None
         rank, last = self._micro % self.world, self._micro >= self._most - self.world
         self._micro += 1
+        if last and any(gradient is None for gradient in gradients):
+            self._order.clear()
         if self._most > self.world:
             gradients = self._add_to_held(rank, gradients)
             if not last:
                 return
-            self._held[rank] = []
+            self._held[rank] = self._no_gradients
         if rank == 0:
             self._begin_step()
         self._met |= {id(p) for p, grad in zip(self._parameters, gradients, strict=True) if grad is not None}
@@ -384,20 +387,17 @@ class Rehearsal(Handle):
             self._end_step()
 
     def _add_to_held(self, rank: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        if len(self._held) <= rank:
-            self._held.append([])
-        held = self._held[rank] or [None] * len(gradients)
-        summed = [
-            new if old is None else old if new is None else old.add_(new)
-            for old, new in zip(held, gradients, strict=True)
-        ]
-        self._held[rank] = summed
-        return summed
+        pairs = zip(self._held[rank], gradients, strict=True)
+        self._held[rank] = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+        return self._held[rank]
 
     def _begin_step(self) -> None:
         self._stepped = False
         self._met.clear()
-        groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+        if self._order:
+            groups = buckets_of(self._order) if self.steps else buckets_of(self._parameters, first=True)
+        else:
+            groups = buckets_of(self._parameters)  # DDP needs find_unused_parameters=True, and never rebuilds buckets
         self._sums = self._ranks.begin_step(self.steps, groups)
 
     def _send(self, total: RehearsedSum, rank: int, gradients: Sequence[Tensor | None]) -> None:
@@ -528,7 +528,7 @@ def report_loss(loss: float | Tensor) -> None:
             file.write(json.dumps({"loss": float(loss), "bits": bits}) + "\n")
 
 
-_last: "weakref.ref[Rehearsal] | None" = None  # that `rehearse` made
+_last: "weakref.ref[Rehearsal] | None" = None  # the last one that `rehearse` made
 
 
 def _asked() -> Mapping[str, Any]:

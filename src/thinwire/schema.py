@@ -27,7 +27,7 @@ LISTS = (list, tuple)
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Re-raise what a damaged or foreign state causes as CollectiveError."""
+    """Re-raise errors caused by a damaged or foreign state as CollectiveError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
@@ -162,7 +162,7 @@ def check_version(state: Any, version: int, at: str = "") -> None:
 
 
 def head_of(states: Sequence[Mapping[str, Any]], version: int, step: str, at: str = "") -> Mapping[str, Any]:
-    """The first state, if all are of one step, which stands under that key, and of one world."""
+    """The first state, if all are of the same world and of the same step, which is at the key `step`."""
     if not states:
         raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
     for state in states:
@@ -177,7 +177,7 @@ def head_of(states: Sequence[Mapping[str, Any]], version: int, step: str, at: st
 
 def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
     """Load a saved state, the field of that name, or raise and change nothing."""
-    if type(optimizer).__module__.startswith("torch.optim."):  # others judge their states themselves
+    if type(optimizer).__module__.startswith("torch.optim."):  # others check their states themselves
         _check_optimizer(name, optimizer, saved)
     before = optimizer.state_dict()
     try:

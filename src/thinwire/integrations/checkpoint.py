@@ -8,12 +8,11 @@ parameters are frozen than before, the bits cannot be the same, and the rest tra
 """
 
 import contextlib
-import functools
 import io
 import os
 import reprlib
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,11 +31,10 @@ from thinwire.integrations.models import Names, ParameterNames
 from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync, over_groups
 
 VERSION = 1
-_ERRORS = "\0errors"  # stands for them among parameters
+_ERRORS = "\0errors"  # the key of errors, beside names of parameters
 State = dict[str, Any]
 Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
-Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 Loaded = tuple[int, Layout | None, Collection[str] | None]  # the step, and the arguments of `Restorer.restore`
 
 
@@ -166,7 +164,7 @@ COMMON: Mapping[str, schema.Rule] = {  # the fields of all states
 
 
 def errors_of(known: schema.Rule) -> schema.Rule:
-    """The rule of errors by rank and parameter; those of a step with NaN are not finite."""
+    """The rule of errors by rank and parameter. They need not be finite."""
     return schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST))
 
 
@@ -178,7 +176,7 @@ def inherited(
     key: Callable[[int], str] = str,
     check: schema.Rule = lambda *_: None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What a rank takes over of what these states remember (`feedback.deal`), and its errors in a world as large."""
+    """What a rank remembers of these states (`feedback.deal`), and its errors if the world is as large as theirs."""
     old = states[0]["world"]
     parts = {k: part for state in states for k, part in state["ranks"].items()}
     wanted = range(rank, old, world)
@@ -204,9 +202,9 @@ def read(
     advice: str = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks",
     at: str = "",
 ) -> Callable[[], Loaded]:
-    """Check these states, the field `at` of others; returns what loads them on this rank, which cannot fail.
+    """Check these states and return a function that loads them on this rank and cannot fail.
 
-    What rank k remembered goes to rank k % world.
+    What rank k remembered goes to rank k % world. at: the field of a larger state that holds them.
     """
 
     def is_known(name: Any) -> bool:
@@ -246,7 +244,7 @@ def read(
 class Restorer:
     """Holds gradients to average them in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
 
-    def __init__(self, average: Average) -> None:
+    def __init__(self, average: Callable[[GradientSet, Tensor], "Future[Tensor]"]) -> None:
         self._average = average
         self._last: list[Names] = []  # buckets of the last whole step
         self._sent: list[Names] = []  # buckets of this step
@@ -279,7 +277,7 @@ class Restorer:
         return None
 
     def end_step(self) -> set[str]:
-        """A step has brought all its gradients. Returns the parameters of a loaded state that had none, once."""
+        """End a step. Returns, once, the parameters of a loaded state that had no gradients."""
         if self._held:
             self._send_rest()
         brought, self._brought = self._brought, []
@@ -298,7 +296,8 @@ class Restorer:
         return gone
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        owner = _Held(output, {names for names in wanted if not set(names).isdisjoint(gradients.names)})
+        waits = {names for names in wanted if not set(names).isdisjoint(gradients.names)}
+        owner = _Held(output, new_future(output.device), waits)
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
             self._held[name] = shape, view, owner
         for names in wanted:
@@ -310,8 +309,8 @@ class Restorer:
         self._sent.append(names)
         shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
         done = self._average(GradientSet(names, shapes, None, views), views[0])
-        for waiting in set(owners):
-            done.add_done_callback(functools.partial(waiting.got, names))
+        for owner in set(owners):
+            owner.sends(names, done)
 
     def _send_rest(self) -> None:
         """Send in DDP's own buckets what the checkpoint's buckets do not hold, or hold incompletely."""
@@ -321,34 +320,32 @@ class Restorer:
             raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
         for owner in dict.fromkeys(owner for _, _, owner in self._held.values()):
             names = tuple(name for name, (_, _, other) in self._held.items() if other is owner)
-            owner.wait_for(names, self._sent)
+            owner.waits = {names}  # complete messages were sent before
             self._send(names)
         self._wanted = None
 
 
+@dataclass(eq=False)
 class _Held:
     """A bucket whose gradients travel in other buckets: its future is done when all of them are."""
 
-    def __init__(self, buffer: Tensor, waits: set[Names]) -> None:
-        self.future = new_future(buffer.device)
-        self._buffer = buffer
-        self._waits = waits
-        self._lock = threading.Lock()  # messages may end on several threads
+    buffer: Tensor
+    future: "Future[Tensor]"
+    waits: set[Names]  # messages with gradients of it that are still to be sent
+    sent: list["Future[Tensor]"] = field(default_factory=list)  # the others
 
-    def wait_for(self, names: Names, sent: Collection[Names]) -> None:
-        """Wait for this message, and no longer for those that were not sent."""
-        with self._lock:
-            self._waits = {*self._waits.intersection(sent), names}
+    def sends(self, names: Names, done: "Future[Tensor]") -> None:
+        """A message that holds some of the gradients is under way."""
+        self.waits.discard(names)
+        self.sent.append(done)
+        if not self.waits:
+            torch.futures.collect_all(self.sent).add_done_callback(self._finish)
 
-    def got(self, names: Names, done: "Future[Tensor]") -> None:
-        """A message that held some of the gradients is done, or failed."""
+    def _finish(self, done: "Future[list[Future[Tensor]]]") -> None:
         try:
-            done.value()
+            for message in done.value():
+                message.wait()  # all are done; on a GPU this stream waits for theirs
         except Exception as error:
-            with contextlib.suppress(RuntimeError):  # another message failed first
-                self.future.set_exception(error)  # type: ignore[arg-type]
-            return
-        with self._lock:
-            self._waits.discard(names)
-            if not self._waits and not self.future.done():
-                self.future.set_result(self._buffer)
+            self.future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self.future.set_result(self.buffer)

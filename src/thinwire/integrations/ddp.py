@@ -70,7 +70,7 @@ class DDPState(Handle):
     def _begin(self, process_group: dist.ProcessGroup | None, options: DDPOptions, names: ParameterNames) -> None:
         super().__init__()
         self.process_group = process_group
-        # Only the family is kept: an optimizer may hold the model, which must not keep itself alive.
+        # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
         self.options = replace(options, optimizer=options.family)
         self.step = 0
         self._names = names
@@ -79,12 +79,14 @@ class DDPState(Handle):
         self._sync = GradientSync(options, self._chooser)
         self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if options.on_nonfinite == "raise" else None
-        self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None  # with this hook; once looked for
+        self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = (
+            None  # with this hook; None: not looked for
+        )
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Take parameters' names, for rules and checkpoints, from `model`. An unpickled state may need it again."""
+        """Take parameter names, for rules and checkpoints, from `model`; an unpickled state may need this again."""
         self._chooser.policy.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
 
@@ -132,17 +134,17 @@ class DDPState(Handle):
 
         def check() -> None:
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
-            if bool(found.all()):  # all ranks have the same means, and see the same
+            if bool(found.all()):  # as on all ranks, which have the same means
                 return
             guard.compare(step, (group,), True, found.device)
 
-        if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
+        if not after_backward(check):  # under Join, a rank without data averages zeros outside a backward pass
             for buffer, future in means:
                 wait_in(group, future, buffer)
             check()
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
-        """Bring gradients into Adam's units, see [Note: Moments]. Returns what brings the means back, if any are."""
+        """Convert gradients to Adam's units, see [Note: Moments]. Returns a function that converts the means back."""
         weighed = self._chooser.weighed(names)
         if not weighed:
             return None
@@ -154,7 +156,7 @@ class DDPState(Handle):
         def undo(done: "Future[Tensor]") -> Tensor:
             output = done.value()
             torch._foreach_mul_(views, roots)
-            if output.is_cuda:  # this callback's stream reads memory of another stream
+            if output.is_cuda:  # this callback's stream reads memory that belongs to another stream
                 for root in roots:
                     root.record_stream(torch.cuda.current_stream(output.device))
             return output
@@ -172,7 +174,7 @@ class DDPState(Handle):
         if self._guard is not None:
             self._guard.begin()
         if self._chooser.race is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the host runs ahead of the steps that are timed
+            torch.cuda.current_stream(device).synchronize()  # the host must not run ahead of the steps that it times
         if self.closed:
             return
         if group.size() == 1:
@@ -194,7 +196,7 @@ class DDPState(Handle):
         return [model for found in self._models if (model := found()) is not None]
 
     def _check_world(self) -> None:
-        """Raise if a state of the world is registered on a model with a smaller group: the others would never join."""
+        """Raise if this state, made for the world, is on a model with a smaller group: other ranks would never join."""
         for model in self._models_hooked():
             ranks = dist.get_process_group_ranks(model.process_group)
             if len(ranks) < dist.get_world_size():
@@ -376,7 +378,7 @@ def _mesh_hint(state: DDPState) -> str:
 
 
 def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
-    """Put `state` behind DDP's hook: DDP takes one, permanently. A copy only lists its original's."""
+    """Put `state` behind DDP's only hook, which cannot be removed. A copied model lists its original's hook."""
     listed = ddp_model._comm_hooks
     listed[:] = [(hook, held) for hook, held in listed if not isinstance(held, _HookState) or held.state is not None]
     if not listed:

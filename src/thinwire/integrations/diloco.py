@@ -66,7 +66,7 @@ class _Fragment:
 
     @property
     def newly_frozen(self) -> str:
-        """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
+        """A frozen parameter that equals its outer copy: it was frozen before the last round, on all ranks; or ""."""
         found = zip(self.names, self.parameters, self.local(), self.outer, strict=True)
         return next((name for name, p, mine, copy in found if not p.requires_grad and _is_unchanged(mine, copy)), "")
 
@@ -199,7 +199,7 @@ class DiLoCo(Handle):
         self._share([*_buffers_of(self._model), *(p for p in self._model.parameters() if not p.requires_grad)])
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks the first one's tensors, of any dtype."""
+        """Copy the first rank's tensors, of any dtype, to all ranks."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             if local.numel():
@@ -279,7 +279,7 @@ class DiLoCo(Handle):
 
     def _begin(self, index: int, due: int) -> None:
         for earlier in self._in_flight:
-            earlier.wait()  # before new decisions are made from what it measured
+            earlier.wait()  # what it measured decides the next round
         fragment = self._fragments[index]
         sent = fragment.flat(fragment.local())
         gradient = fragment.flat(fragment.outer).sub_(sent)
@@ -303,7 +303,7 @@ class DiLoCo(Handle):
 
     @torch.no_grad()
     def _apply_one(self, done: _Round) -> None:
-        """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
+        """Step the outer parameters; this rank's become those, plus what it has learned since it sent its own."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
         if not _is_finite(average):
@@ -320,10 +320,10 @@ class DiLoCo(Handle):
             tensor.copy_(values)
 
     def _drop(self, index: int) -> None:
-        """Drop a round whose average is not finite, as every rank sees: all continue from the outer parameters.
+        """Drop a round whose average is not finite; all ranks see that, and continue from the outer parameters.
 
-        The rank that caused it resets all its fragments, and the optimizer state that is not finite: it would bring the
-        NaN back at the next step.
+        The rank that caused it also resets its other fragments, and optimizer state that is not finite, which would
+        bring the NaN back at the next step.
         """
         self.skipped += 1
         if self._group.rank() == 0:
@@ -344,7 +344,7 @@ class DiLoCo(Handle):
         changed = [float(not all(map(_is_unchanged, part.local(), part.outer))) for part in self._fragments]
         learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
-            if on_any_rank:  # otherwise an outer step would follow the momentum alone
+            if on_any_rank:  # otherwise momentum alone would move the outer parameters
                 self._begin(index, self.steps)
                 self._apply()
         self._share(_buffers_of(self._model))
@@ -364,7 +364,7 @@ class DiLoCo(Handle):
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
-        else:  # other ranks may not follow
+        else:  # other ranks may not come to average
             self.closed = True
 
     def stats(self) -> Stats:
@@ -383,7 +383,7 @@ class DiLoCo(Handle):
             ranks can load, the others an empty one. No round may be in flight.
         """
         for one in self._in_flight:
-            one.wait()  # it changes residuals until it is done
+            one.wait()  # until then it changes residuals
         if gather and self._in_flight:
             raise CollectiveError("gather=True: rounds are in flight and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
@@ -467,7 +467,7 @@ def _check_alone(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _buffers_of(model: nn.Module) -> list[Tensor]:
-    """The buffers it has now (a forward pass may replace them); of expanded ones, what memory holds."""
+    """The model's present buffers (a forward pass may replace them), without repeats of expanded ones."""
     found = []
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:

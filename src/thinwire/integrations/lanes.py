@@ -4,8 +4,8 @@
 (biases between weights). It then travels as that one stretch, in place, with zeros where the small ones were; these are
 copied out first and back at the end. That costs a few codes of zeros and saves two copies of everything.
 
-[Note: Aside] On a stream of a GPU one launch copies the numbers of all small lanes out of the bucket, puts zeros in
-their place, and forgets what a lane that bridges them remembers there; one puts them back at the end.
+[Note: Aside] On a GPU one launch copies the numbers of all small lanes out of the bucket, writes zeros in their place
+and zeroes what the lane that bridges them remembers there. Another launch copies them back at the end.
 """
 
 import itertools
@@ -35,8 +35,8 @@ class BucketLane:
     spec: LaneSpec
     members: tuple[int, ...]  # which parameters of the bucket, in order
     bridged: frozenset[int]  # those of them that belong to another lane
-    pieces: tuple[Piece, ...]  # all of them by name, the bridged ones without
-    stretches: tuple[tuple[int, int], ...]  # the fewest parts of the bucket that hold them
+    pieces: tuple[Piece, ...]  # the name and size of each; bridged ones have no name
+    stretches: tuple[tuple[int, int], ...]  # (begin, end) of the parts of the bucket that hold them
     aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket and back
 
 
@@ -121,7 +121,7 @@ class StreamedBucket:
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
         lengths = [lane.spec.numel for lane in lanes if lane.aside]
-        # The numbers of small lanes, out of the bucket: all of them, and each lane's.
+        # Copies of the small lanes' numbers: all in one tensor, and each lane's part of it.
         self._aside: Region[tuple[Tensor, Sequence[Tensor]]] = Region(
             sum(lengths) * message.dtype.itemsize,
             lambda scratch: ((whole := scratch.view(message.dtype)), whole.split(lengths)),
@@ -134,7 +134,7 @@ class StreamedBucket:
         self.is_new = True  # until it has run
 
     def begin(self, tally: Tally) -> None:
-        """A call of it comes next, whose chunks that are not finite `tally` counts."""
+        """Prepare the next call; `tally` counts its chunks that are not finite."""
         if self.is_new:
             self._note = tally.new_note(self._note.device)
         self._number = self._chunks % (1 << 30) + 1
@@ -157,7 +157,7 @@ class StreamedBucket:
             self._kernels.put_back(buffer, self._index, whole)
 
     def _numbers(self, buffer: Tensor, aside: Sequence[Tensor]) -> list[Tensor]:
-        """The numbers of every lane, each in one piece."""
+        """Every lane's numbers, as one tensor."""
         found = []
         apart = iter(aside)
         for lane in self._lanes:

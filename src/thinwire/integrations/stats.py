@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
 
@@ -86,10 +87,10 @@ class Tally:
     plain_weights: int = 0
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
-    notes: list[Tensor] = field(default_factory=list)  # of programs: (the last chunk not finite, how many were) of each
+    notes: list[Tensor] = field(default_factory=list)  # of each program: (last chunk not finite, how many were)
 
     def new_note(self, device: torch.device) -> Tensor:
-        """Where a program notes which of its chunks are not finite; others may run at the same time."""
+        """A note in which one program counts its chunks that are not finite; others may run at the same time."""
         self.notes.append(torch.zeros(2, dtype=torch.int32, device=device))
         return self.notes[-1]
 
@@ -157,7 +158,7 @@ class StepErrors:
         return self._watches[-1]
 
     def by_name(self) -> dict[str, float]:
-        """Squared errors by parameter that the next step decides from, if this one was measured."""
+        """Squared errors by parameter, for the next step's decisions; empty if this step was not measured."""
         summed = dict(self._loaded)
         for watch in self._watches:
             for name, lost in zip(watch.names, watch.lost_P.tolist(), strict=True):
@@ -199,7 +200,7 @@ class Handle:
         target: a path, to which lines of JSON are appended; TensorBoard's SummaryWriter, or anything with
             `add_scalar`; a Weights & Biases run, or anything with `log`; or a function, called with a dict.
         """
-        if not isinstance(every, int) or every < 1:
+        if not is_int(every) or every < 1:
             raise CollectiveError(f"log_to: every must be a number of steps above 0, got {every!r}")
         methods = [callable(getattr(target, name, None)) for name in ("add_scalar", "log")]
         if not (isinstance(target, str | Path) or callable(target) or any(methods)):
@@ -216,7 +217,7 @@ class Handle:
             return
         for target, every in self._logs:
             if step % every == 0:
-                _log(target, self.stats().as_dict() | {"steps": step})  # the next one may have begun
+                _log(target, self.stats().as_dict() | {"steps": step})  # stats() may count one that has begun since
 
     def __repr__(self) -> str:
         stats = self.stats()

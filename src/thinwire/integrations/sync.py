@@ -41,7 +41,7 @@ class GradientSet:
     shapes: Sequence[torch.Size]
     buffer: Tensor | None  # that holds them all, consecutively; None if they are scattered
     scattered: Sequence[Tensor] = ()
-    numels: Sequence[int] | None = None  # elements of each in the buffer, where a rank has a part of each
+    numels: Sequence[int] | None = None  # elements of each in the buffer, if a rank has only parts of them
 
     @property
     def like(self) -> Tensor:
@@ -71,19 +71,19 @@ def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How one set of gradients is averaged, at every step alike."""
+    """How one set of gradients is averaged, until codecs or feedback change."""
 
     lanes: Sequence[lanes.BucketLane]
     numel: int
-    plain_bytes: int  # that a rank sends of it without compression
+    plain_bytes: int  # that a rank would send without compression
     message: Any = None  # None if nothing of it is compressed
     carries: Sequence[Any] = ()  # the feedback of each lane
     streamed: StreamedBucket | None = None  # what averages it on a GPU, unless its errors are measured
-    columns: Any = None  # of rows: what cuts them into lanes
+    columns: Any = None  # of FSDP2: cuts rows into lanes
 
 
 class GradientSync:
-    """Averages gradients over ranks. `timed`: the work of chunks on the CPU is timed."""
+    """Averages gradients over ranks. timed: measure how long the CPU works on chunks."""
 
     def __init__(self, options: DDPOptions, chooser: Chooser, *, timed: bool = True) -> None:
         self._timed = timed
@@ -92,19 +92,19 @@ class GradientSync:
         self.errors = StepErrors()
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
-        self.peers: Sequence[dist.ProcessGroup] = ()  # other groups that have to decide alike: those of other shards
-        self.elsewhere: Iterable[str] = ()  # parameters of which they may hold a part and this rank none
+        self.peers: Sequence[dist.ProcessGroup] = ()  # groups of other shards, which must decide the same
+        self.elsewhere: Iterable[str] = ()  # parameters of which peers may hold parts and this rank none
         self._options_text = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
-        self._began = 0.0  # when it did
-        self._buckets: dict[object, BucketPlan] = {}  # by what fixes them
+        self._began = 0.0  # time at which the step began
+        self._buckets: dict[object, BucketPlan] = {}  # by all that a plan depends on
         self._messages: dict[object, Any] = {}
         self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
-        """Choose codecs and feedback for `step`; the last step's collectives are done. The first rank logs news."""
+        """Choose codecs and feedback for `step`, after the last step's collectives. The first rank logs news."""
         before = self._began
         self._began = perf_counter()
         if group is not self.group:
@@ -119,7 +119,7 @@ class GradientSync:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
         news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
-        if self.chooser.raced:  # what the losers of a race remember is not owed
+        if self.chooser.raced:  # drop what the codecs that lost remember
             self.memories.load({}, {}, self.memories.kinds)
         if self.chooser.raced or self.chooser.setting != self._setting:
             self._setting = self.chooser.setting
@@ -172,19 +172,18 @@ class GradientSync:
     def load(
         self, state: Mapping[str, Any], step: int, residuals: ByName, means: ByName, errors: Mapping[str, float]
     ) -> None:
-        """Continue at `step` from a saved state, of which this rank remembers these; on a mesh it remembers nothing."""
+        """Continue at `step` from a saved state with this rank's residuals, means and errors; a mesh has none."""
         self.chooser.load_state_dict(state["decisions"], step)
         if self._nodes is not None:
             residuals = means = {}
-        self._replace(residuals, means, dict(state["feedback"]), errors)
+        self.clear()
+        self.memories.load(residuals, means, dict(state["feedback"]))
+        self.errors.load(errors)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._replace({}, {}, {}, {})
-
-    def _replace(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
-        self.memories.load(residuals, means, kinds)
-        self.errors.load(errors)
+        self.memories.load({}, {}, {})
+        self.errors.load({})
         self._buckets.clear()
 
     def forget(self, gone: Collection[str]) -> None:
@@ -207,9 +206,9 @@ class GradientSync:
         laid = tuple(lane.spec for lane in found)
         key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
         exact = all(isinstance(spec.codec, Identity) for spec in laid)
-        if not exact and key not in self._messages:  # a codec that returns needs no new agreement
+        if not exact and key not in self._messages:  # a codec that was used before needs no new agreement
             made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
-            bounded(self._messages)[key] = made  # widths that keep changing would make thousands
+            bounded(self._messages)[key] = made  # widths that keep changing would add thousands
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
         streamed = None
@@ -219,7 +218,7 @@ class GradientSync:
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, streamed)
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
-        """How a parameter travels or, if not `whole`, a part of it or its padding."""
+        """The lane of a parameter or, if not `whole`, of a part of it or of its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
         return self.chooser.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
@@ -290,8 +289,8 @@ def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -
 
 
 # [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass
-# is over. A callback that such a callback queues runs after all of them. An error raised there leaves `backward()` as
-# it is, with nothing half done: the next step works.
+# is over. A callback that such a callback queues runs after all of them. An error raised there comes out of
+# `backward()` when nothing is half done: the next step works.
 
 
 class NonfiniteGuard:
@@ -301,24 +300,24 @@ class NonfiniteGuard:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._names: list[str] = []  # of parameters, in the order of the backward pass
         self._fine: list[Tensor] = []  # which of them have finite gradients on this rank
 
     @property
     def looked(self) -> bool:
-        """Whether this step has brought gradients."""
+        """Whether this step has had gradients."""
         return bool(self._names)
 
     def look(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """These gradients of this rank, all of one dtype, are about to be averaged."""
+        """Note which of this rank's gradients, all of one dtype, are finite before they are averaged."""
         self._names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
         self._fine.append(which_are_finite(gradients))
 
     def compare(self, step: int, groups: Sequence[dist.ProcessGroup], spoiled: bool, device: torch.device) -> None:
         """Raise on all ranks of these groups if any of them has a gradient that is not finite.
 
-        spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
+        spoiled: whether the means on this rank hold NaN or Inf. They may even if no gradient does: sums overflow.
         """
         world = dist.get_world_size()
         code = float(self.code(dist.get_rank(), world, spoiled=spoiled))
@@ -326,7 +325,7 @@ class NonfiniteGuard:
         self.check(int(least), world, step)
 
     def code(self, rank: int, world: int, *, spoiled: bool) -> int:
-        """A number per rank; the smallest of all ranks' says where the first bad gradient is."""
+        """Where this rank's first bad gradient is, as a number; the smallest of all ranks' is the first of all."""
         fine = torch.cat(self._fine).tolist()
         first = fine.index(False) if False in fine else len(fine) + (not spoiled)
         return first * world + rank
@@ -356,7 +355,7 @@ def which_are_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def after_backward(check: Callable[[], None]) -> bool:
-    """Call `check` when means are in `.grad`, see [Note: After backward]; False if no backward pass is running."""
+    """Call `check` once the means are in `.grad`, see [Note: After backward]; False if no backward pass is running."""
     queue = Variable._execution_engine.queue_callback
     try:
         queue(lambda: queue(check))

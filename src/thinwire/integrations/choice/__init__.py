@@ -28,7 +28,7 @@ from thinwire.integrations.models import Names, ParameterNames, ParameterSize
 
 _INTERIM = BlockInt(8)  # travels while the feedback depends on an optimizer that is not known yet
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may be scaled without overflow
-_MAX_WAIT = 30  # steps to wait for it; a GradScaler may skip the first ones
+_MAX_WAIT = 30  # steps to wait for that optimizer; a GradScaler may skip the first ones
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Policy:
     def is_weighed(self, step: int, agreed: Agreed, name: str, size: ParameterSize) -> bool:
         """Whether a parameter's gradients are weighed.
 
-        Not with feedback: what it remembers would be multiplied by the growth of the moments, which grow by it in turn.
+        Gradients with feedback are not: growing moments would multiply what it remembers, which makes moments grow.
         """
         if not self.weighs(agreed) or name not in (agreed.shared or ()) or size.dtype not in _WEIGHED:
             return False
@@ -146,7 +146,7 @@ class Chooser:
         self._replan_every = options.replan_every
         self._measure_every = options.measure_every
         self._error_budget = options.error_budget or (0.05 if options.family == "muon" else 0.15)
-        self._warned = False  # whether the user knows that int8 travels meanwhile
+        self._warned = False  # whether the log says that int8 travels meanwhile
         self._measured: object = None  # the setting of the last measured step
         self._fresh = False  # whether no step under the present setting was measured yet
         self._weighed: dict[Names, list[int]] = {}  # results of `weighed`, while `_weighed_by` holds
@@ -180,7 +180,7 @@ class Chooser:
         if step > 0 and self.policy.weighs(self.agreed):
             found = self._agree_on_moments(agree)
             news = news or found
-        if choice != before:  # what was found out under another entry of the schedule does not count
+        if choice != before:  # measurements under another entry of the schedule do not count
             self.race = None
             self._update(widths=None)
         self.step = step
@@ -220,7 +220,7 @@ class Chooser:
         self.why = auto.counted(widths)
 
     def _agree_on_family(self, step: int, agree: Agree) -> str:
-        """Agree on the optimizers' family: what any rank saw holds for all. Ranks wait for it `_MAX_WAIT` steps."""
+        """Agree on the optimizers' family, as any rank saw it. Ranks wait for it for `_MAX_WAIT` steps at most."""
         seen = self.moments.seen
         known = 0 if not seen else 1 + FAMILIES.index(leading(list(seen.values())))
         waiting = any(name not in seen for name in self.sizes)

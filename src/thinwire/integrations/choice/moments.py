@@ -8,6 +8,7 @@ every rank takes the same steps, so nothing more is sent or remembered.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,10 @@ from thinwire.integrations.choice.options import family, has_moments, leading
 from thinwire.integrations.models import ParameterNames, live_objects
 
 _KEYS = ("exp_avg_sq", "square_avg")  # in an optimizer's state
-# Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
-# same on every rank, however many threads look for it; a mean need not be.
+# Added to every moment, as a share of the tensor's largest: dividing by a zero moment would give infinity. The largest
+# is the same on every rank, however many threads compute it; a mean might not be.
 FLOOR = 1e-6
-_LEAST = 1e-18  # root: a tensor's moments may fade to zeros, and what a gradient becomes has to be finite
+_LEAST = 1e-18  # the smallest root: all moments of a tensor may decay to zero, and gradients must stay finite
 _TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they all have
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 
@@ -52,13 +53,13 @@ class Moments:
         return self._stop is not None
 
     def stop(self) -> None:
-        """Note no more of them."""
+        """Stop noting them."""
         if self._stop is not None:
             self._stop()
             self._stop = None
 
     def saw(self, optimizer: Optimizer) -> None:
-        """It may have moments too."""
+        """Record an optimizer that may keep moments."""
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
@@ -76,14 +77,14 @@ class Moments:
 
     @property
     def settled(self) -> bool:
-        """Whether ranks look for no more."""
+        """Whether ranks have stopped looking."""
         return self._tried >= _TRIES[-1]
 
     def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
         """Compare with the other ranks which moments there are; all ranks call it at the same steps.
 
-        If moments are gone, because the optimizer was replaced or its state cleared, ranks look again. A tensor whose
-        moments are zeros has no unit yet. If ranks are uneven, moments are compared at every step until none are alike.
+        If moments are gone, because the optimizer was replaced or its state cleared, ranks look again. Moments that are
+        zero or not finite are no unit. If ranks are uneven, they compare moments at every step until none are alike.
         """
         if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
             self.shared = frozenset()
@@ -100,7 +101,7 @@ class Moments:
         agreed = agree([*peaks, *(-peak for peak in peaks)], dist.ReduceOp.MAX)
         most = agreed[: len(names)]
         least = [-value for value in agreed[len(names) :]]
-        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high]
+        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high < math.inf]
         self.shared = frozenset(alike)
         if again and not alike:
             self._tried = _TRIES[-1]

@@ -20,7 +20,6 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
 from thinwire.integrations.models import bare_optimizer
 
-FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; smaller tensors travel in 16 bits: their blocks would hardly fill a scale
 Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
 CodecLike = str | Codec
@@ -150,9 +149,9 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
     return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-FAMILIES = ("linear", "adaptive", "muon")  # of several optimizers the last one's rule holds
+FAMILIES = ("linear", "adaptive", "muon")  # among several optimizers, the last family in this order decides
 _WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
-_LINEAR = ("SGD", "ASGD")  # linear in the gradient: an error may come late, but adds up
+_LINEAR = ("SGD", "ASGD")  # steps are linear in the gradient: what feedback adds later makes up for an error
 
 
 def family(optimizer: object) -> str:
@@ -241,8 +240,8 @@ class DDPOptions:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
         are_known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
         if self.optimizer is not None and not (are_known and all(are_known)):
-            kinds = [type(one).__name__ for one in self.optimizers]
-            raise CodecError(f"optimizer must be torch optimizers, 'linear' or 'adaptive', got {kinds}")
+            families = ", ".join(map(repr, FAMILIES))
+            raise CodecError(f"optimizer must be torch optimizers, or one of {families}, got {self.optimizer!r}")
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
         if self.algorithm == "two_phase":
@@ -264,15 +263,10 @@ class DDPOptions:
         if self.policy:
             written["policy"] = "; ".join(f"{pattern}={codec}" for pattern, codec in self.policy.items())
         if self.optimizer is not None:
-            written["optimizer"] = self._kind
+            written["optimizer"] = f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
         if self.nodes is not None:
             written["mesh"] = f"{self.nodes.mesh.mesh.tolist()} in {self.nodes.inside}"
         return ", ".join(f"{name}={value}" for name, value in sorted(written.items()))
-
-    @property
-    def _kind(self) -> str:
-        """What messages depend on."""
-        return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
 
     @property
     def rules(self) -> Rules:
@@ -387,5 +381,5 @@ def check_stepped(model: nn.Module, given: Optimizers) -> None:
     if found and stepped.isdisjoint(map(id, model.parameters())):
         raise CollectiveError(
             "optimizer= must step the model's parameters, and steps none of them: pass the one made of "
-            "model.parameters(); where it steps copies of them, pass 'adaptive' or 'linear'"
+            "model.parameters(); where it steps copies of them, pass 'linear', 'adaptive' or 'muon'"
         )
