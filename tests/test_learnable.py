@@ -363,14 +363,16 @@ def test_symmetric_schemes_hold_the_middle(low: int, high: int, middle: int, cha
     assert torch.equal(quantizer.enable_param_learning()(x), y)
 
 
+@pytest.mark.parametrize(("low", "dtype"), [(0, torch.quint8), (-128, torch.qint8)])
 @pytest.mark.parametrize("observer", PER_CHANNEL)
-def test_real_zero_points(observer: Any) -> None:
+def test_real_zero_points(observer: Any, low: int, dtype: torch.dtype) -> None:
     """per_channel_affine_float_qparams: every channel has its own range, which need not hold zero."""
-    quantizer = LearnableFakeQuantize(observer, qscheme=torch.per_channel_affine_float_qparams, ch_axis=0)
+    scheme = torch.per_channel_affine_float_qparams
+    quantizer = LearnableFakeQuantize(observer, low, low + 255, qscheme=scheme, dtype=dtype, ch_axis=0)
     x = torch.tensor([[1.0, 1.26, 1.71, 2.0], [100.0, 121.0, 222.0, 300.0], [-5.0, -4.53, -4.12, -4.0]])
     y = quantizer(x)
     scale, zero_point = quantizer.calculate_qparams()
-    theirs = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, 0, 255)
+    theirs = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, low, low + 255)
     assert torch.equal(scale, (x.amax(1) - x.amin(1)) / 255)
     assert zero_point.is_floating_point()
     # y = code * s + b here, (code - z) * s there: three roundings of numbers up to |x| + 255 s each.

@@ -65,7 +65,7 @@ def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     if observer.qscheme == FLOAT:
         scale = (high - low) / steps
         scale = scale.where(scale > observer.eps, 1.0)
-        return scale, -low / scale
+        return scale, observer.quant_min - low / scale
     low = low.clamp(max=0)
     high = high.clamp(min=0)
     if observer.qscheme in SYMMETRIC:
