@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import itertools
+import json
 import math
 import os
 import re
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import by_turns, in_time, on_ranks
+from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
 from thinwire.collectives import failures, transport
@@ -539,3 +541,21 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(group: Group) -> l
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     thinwire.all_reduce(torch.ones(500), **HOW)
     return found
+
+
+# --- jobs that are started again --------------------------------------------------------------------------------------
+KINDS = [pytest.param(kind, marks=pytest.mark.program(str(TESTS / "elastic.py"), kind)) for kind in ("ddp", "fsdp")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_loses_ranks_goes_on_from_its_checkpoint_with_the_same_bits(program: Ended, kind: str) -> None:
+    """See tests/elastic.py: one rank is killed in a backward pass, one while it writes the checkpoint."""
+    assert program.status == 0, program.told
+    found = json.loads((program.folder / "found.json").read_text())
+    kills = found["kills"]
+    assert found["status"] == {"whole": 0, "broken": 0}, found
+    assert found["begun"] == {"whole": [0], "broken": [0, kills["backward"], kills["writing"]]}, found
+    assert found["same"], found
+    assert found["numbers"] > 10
+    assert program.alone

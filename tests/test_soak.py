@@ -1,13 +1,16 @@
 """The soak finds what it looks for; and, with --thorough, ranks hold no more after many calls, steps and groups."""
 
+import random
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import soak
+import thinwire
 from ranks import RankPool
-from soak import Soak, Told, grown
+from soak import Soak, Told, counted, ddp_model, grown, step
 
 Group = dist.ProcessGroup
 Readings = list[dict[str, int]]
@@ -57,3 +60,59 @@ def test_a_leak_is_what_grows_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- what ranks hold --------------------------------------------------------------------------------------------------
+
+
+def calls(group: Group, count: int) -> Readings:
+    """Sums of random lengths, sixteen in flight; many are new, so that all kinds are forgotten again and again."""
+    rng = random.Random(1)
+    found = []
+    works = []
+    for i in range(count):
+        x = torch.ones(int(10 ** rng.uniform(0, 3.5)))
+        codec = rng.choice(("int8", "lloyd4"))
+        algorithm = "one_shot" if i % 10 else "two_phase"
+        works.append(thinwire.all_reduce(x, async_op=True, codec=codec, algorithm=algorithm))
+        if len(works) == 16:
+            while works:
+                works.pop().wait()
+        if i % (count // READINGS) == 0:
+            found.append(counted())
+    while works:
+        works.pop().wait()
+    return found
+
+
+def steps(group: Group, count: int) -> Readings:
+    """Steps of DDP, with a model and buckets of other sizes every hundred."""
+    rng = random.Random(1)
+    found = []
+    for i in range(count):
+        if i % 100 == 0:
+            model = ddp_model(group, rng)
+        step(model, i + group.rank())
+        if i % (count // READINGS) == 0:
+            found.append(counted())
+    return found
+
+
+def groups(group: Group, count: int) -> Readings:
+    """Groups that are made, used and destroyed."""
+    found = []
+    for i in range(count):
+        member = dist.new_group()
+        thinwire.all_reduce(torch.ones(1000 + i), group=member, codec="int8", algorithm="two_phase")
+        dist.barrier(member)
+        dist.destroy_process_group(member)
+        del member
+        if i % (count // READINGS) == 0:
+            found.append(soak.held())
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(LONG_S)
+@pytest.mark.parametrize(("run", "count"), [(calls, 100_000), (steps, 10_000), (groups, 200)])
+def test_ranks_hold_no_more_after(ranks: RankPool, run: Callable[[Group, int], Readings], count: int) -> None:
+    for readings in ranks(2).run(run, count, timeout=LONG_S):
+        assert len(readings) >= READINGS
+        assert not grown(readings)
