@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import assert_same, in_time, worlds
+from cases import assert_same, in_time, on_ranks, worlds
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
 from thinwire import CollectiveError, DiLoCo
+from thinwire.errors import DisagreementError
 
 STEPS = 13
 RATE = 0.05
@@ -89,32 +90,26 @@ def test_rounds_are_those_of_the_reference(ranks: RankPool, world: int, way: str
     assert not torch.equal(expected[0], flat(list(network().parameters())))
 
 
-def in_fp64(group: Group) -> tuple[float, float]:
-    """How far a model in fp64 is from where it began, and after a round from where the ranks' mean is."""
+@on_ranks(2)
+def test_a_model_in_fp64_stays_exact(group: Group) -> None:
     model = nn.Linear(40, 40).double()
     torch.manual_seed(3)
     begun = torch.randn(40, 40, dtype=torch.float64)
     model.weight.data.copy_(begun)
     diloco = DiLoCo(model, None, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
-    first = float((model.weight.detach() - begun).abs().max())
+    assert torch.equal(model.weight, begun)
     model.weight.data.add_(group.rank() / 3)
     diloco.step()
-    return first, float((model.weight.detach() - begun - 1 / 6).abs().max())
-
-
-def test_a_model_in_fp64_stays_exact(ranks: RankPool) -> None:
-    for first, after in ranks(2).run(in_fp64):
-        assert first == 0
-        assert after < 1e-14  # a few roundings of numbers below 5
+    assert (model.weight.detach() - begun - 1 / 6).abs().max() < 1e-14  # a few roundings of numbers below 5
 
 
 # Codecs and feedback.
 
 
-def compressed(group: Group, options: Mapping[str, Any]) -> tuple[list[float], float, str, bool]:
+def compressed(group: Group, name: str) -> tuple[list[float], float, str, bool]:
     model = network()
     optimizer = inner(model)
-    with DiLoCo(model, optimizer, every=4, **options) as diloco:
+    with DiLoCo(model, optimizer, every=4, **CODECS[name][0]) as diloco:
         losses = learn(model, optimizer, group.rank(), range(40))
     assert diloco.closed
     stats = diloco.stats()
@@ -137,24 +132,21 @@ def test_compressed_rounds_train_and_agree(ranks: RankPool, world: int) -> None:
     names = list(CODECS)[world % 2 :: 2]
     for name in names:
         options, least, feedback = CODECS[name]
-        for losses, ratio, used, same in ranks(world).run(train_named, name):
+        for losses, ratio, used, same in ranks(world).run(compressed, name):
             assert same, name
             assert ratio > least * (0.6 if world > 2 else 1.0), name
             assert used == feedback, name
             assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), (name, options)
 
 
-def train_named(group: Group, name: str) -> tuple[list[float], float, str, bool]:
-    return compressed(group, CODECS[name][0])
-
-
-def owed(group: Group, codec: str, beta: float) -> tuple[float, float]:
+@pytest.mark.parametrize(("codec", "beta"), [("lloyd1", 0.9), ("topk", 1.0)])
+@on_ranks(3)
+def test_what_was_lost_is_remembered(group: Group, codec: str, beta: float) -> None:
     """What ranks remember together, and how far that is from beta times what they did, plus the mean, less the step."""
     model = nn.Linear(64, 64, bias=False)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     diloco = DiLoCo(model, None, plain, every=1, codec=codec, feedback="classic", beta=beta)
     expected = torch.zeros(64, 64)
-    worst = 0.0
     for seed in range(group.rank(), 30, 10):
         before = model.weight.detach().clone()
         learned = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
@@ -164,35 +156,22 @@ def owed(group: Group, codec: str, beta: float) -> tuple[float, float]:
         dist.all_reduce(learned)
         dist.all_reduce(residual)
         expected = beta * expected + learned / group.size() - (before - model.weight.detach())
-        worst = max(worst, float((residual.view(64, 64) - expected).abs().max()))
-    return float(expected.norm()), worst
+        assert (residual.view(64, 64) - expected).abs().max() < 1e-5  # a few roundings of numbers below 10
+    assert expected.norm() > 10
 
 
-@pytest.mark.parametrize(("codec", "beta"), [("lloyd1", 0.9), ("topk", 1.0)])
-def test_what_was_lost_is_remembered(ranks: RankPool, codec: str, beta: float) -> None:
-    for left, worst in ranks(3).run(owed, codec, beta):
-        assert left > 10
-        assert worst < 1e-5  # a few roundings of numbers below 10
-
-
-def steady(group: Group, feedback: str) -> list[float]:
-    """How far the model moves in every round, if all ranks always move by one and the outer rate is 1."""
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+@on_ranks(2)
+def test_feedback_that_forgets_keeps_the_size_of_a_step(group: Group, feedback: str) -> None:
+    """All ranks always move by one, and the outer rate is 1."""
     model = nn.Linear(64, 64, bias=False)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     diloco = DiLoCo(model, None, plain, every=1, codec="int8", feedback=feedback)  # type: ignore[arg-type]
-    found = []
     for _ in range(8):
         before = model.weight.detach().clone()
         model.weight.data.sub_(1.0)
         diloco.step()
-        found.append(float((before - model.weight.detach()).mean()))
-    return found
-
-
-@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
-def test_feedback_that_forgets_keeps_the_size_of_a_step(ranks: RankPool, feedback: str) -> None:
-    for found in ranks(2).run(steady, feedback):
-        assert found == pytest.approx([1.0] * 8, abs=1 / 127)  # a step of int8
+        assert float((before - model.weight.detach()).mean()) == pytest.approx(1.0, abs=1 / 127)  # a step of int8
 
 
 # Checkpoints.
@@ -239,8 +218,9 @@ def test_a_resumed_run_has_the_same_bits(ranks: RankPool, name: str) -> None:
         assert_same(got, expected)
 
 
-def saved_under_way(group: Group) -> bool:
-    """Whether a state that is saved while another rank is late has what a later one of the same step has."""
+@on_ranks(2)
+def test_a_state_waits_for_rounds_under_way(group: Group) -> None:
+    """One that is saved while another rank is late has what a later one of the same step has."""
     model = network()
     diloco = DiLoCo(model, None, every=2, codec="lloyd2", feedback="classic", overlap=1)
     for parameter in model.parameters():
@@ -253,28 +233,23 @@ def saved_under_way(group: Group) -> bool:
     diloco.step()
     (early,) = diloco.state_dict()["compression"]["ranks"].values()
     (late,) = diloco.state_dict()["compression"]["ranks"].values()
-    return all(torch.equal(early[name], late[name]) for name in late)
+    assert all(torch.equal(early[name], late[name]) for name in late)
 
 
-def test_a_state_waits_for_rounds_under_way(ranks: RankPool) -> None:
-    assert ranks(2).run(saved_under_way) == [True, True]
-
-
-def shared(group: Group) -> list[bool]:
-    """Whether rounds change a state that was saved before, and one that was loaded."""
+@on_ranks(2)
+def test_states_share_no_memory_with_the_run(group: Group) -> None:
+    """Rounds change neither a state that was saved before, nor one that was loaded."""
     model = network()
     optimizer = inner(model)
     diloco = DiLoCo(model, optimizer, every=2, codec="lloyd4", overlap=1)
     learn(model, optimizer, group.rank(), range(5))
-    found = []
     for load in (False, True):
         state = diloco.state_dict()
         if load:
             diloco.load_state_dict(state)
         before = copy.deepcopy(state)
         learn(model, optimizer, group.rank(), range(5))
-        found.append(same(state, before))
-    return found
+        assert same(state, before)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -283,10 +258,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(same(one[key], other[key]) for key in one)
     return all(map(same, one, other)) if isinstance(one, list | tuple) else one == other
-
-
-def test_states_share_no_memory_with_the_run(ranks: RankPool) -> None:
-    assert ranks(2).run(shared) == [[True, True]] * 2
 
 
 def joined(group: Group, saved: bytes) -> tuple[int, float, Tensor]:
@@ -311,8 +282,8 @@ def test_a_gathered_state_serves_another_world(ranks: RankPool) -> None:
         assert_same(outer, flat(list(state["outer"].values())))
 
 
-def misloaded(group: Group) -> dict[str, str]:
-    """What is said of states that do not fit, and of one that cannot be gathered."""
+@on_ranks(4)
+def test_states_that_do_not_fit_are_refused(group: Group) -> None:
     first = DiLoCo(network(), None, every=4, fragments=2, overlap=3, codec="lloyd2", feedback="classic")
     for _ in range(3):
         first.step()
@@ -323,29 +294,21 @@ def misloaded(group: Group) -> dict[str, str]:
     parts = DiLoCo(sharded, None, every=2, group=mesh.get_group("site"))
     states: list[Any] = [None] * group.size()
     dist.all_gather_object(states, state, group=group)
-    return {
-        "fragments": message_of(lambda: DiLoCo(network(), None, every=4).load_state_dict(state)),
-        "rank": message_of(lambda: first.load_state_dict(states[group.rank() - 1])),
-        "sharded": message_of(lambda: parts.state_dict(gather=True)),
-        "own": message_of(lambda: first.load_state_dict(state)),
-    }
-
-
-def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks(4).run(misloaded)):
-        assert "rounds in flight of 2 fragments, got 1" in found["fragments"]
-        assert (
-            f"rank {rank} of 4 needs what ranks [{rank}] of 4 saved, got that of [{(rank - 1) % 4}]" in (found["rank"])
-        )
-        assert "gather=True: parameters are sharded" in found["sharded"]
-        assert found["own"] == "accepted!"
+    rank, other = group.rank(), DiLoCo(network(), None, every=4)
+    told = f"rank {rank} of 4 needs what ranks [{rank}] of 4 saved, got that of [{(rank - 1) % 4}]"
+    assert "rounds in flight of 2 fragments, got 1" in message_of(lambda: other.load_state_dict(state))
+    assert told in message_of(lambda: first.load_state_dict(states[rank - 1]))
+    assert "gather=True: parameters are sharded" in message_of(lambda: parts.state_dict(gather=True))
+    assert message_of(lambda: first.load_state_dict(state)) == "accepted!"
 
 
 # Sites of several ranks, ranks that differ, and faults.
 
 
-def in_sites(group: Group, sharded: bool) -> tuple[list[Tensor], bool]:
-    """Two sites of two ranks, which train together; the outer parameters, and whether a site's ranks agree."""
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@on_ranks(4)
+def test_sites_of_several_ranks(group: Group, sharded: bool) -> None:
+    """Two sites of two ranks, which train together."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
     model = network()
     if sharded:
@@ -358,25 +321,19 @@ def in_sites(group: Group, sharded: bool) -> tuple[list[Tensor], bool]:
         learn(wrapped, optimizer, group.rank(), range(9))
     whole = [p.full_tensor() if sharded else p for p in model.parameters()]  # type: ignore[operator]
     assert diloco.stats().ratio > 2.5
-    return [p.detach() for p in whole], same_everywhere(group, *whole)
+    assert same_everywhere(group, *whole)
+    assert not torch.equal(flat(whole), flat(list(network().parameters())))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_sites_of_several_ranks(ranks: RankPool, sharded: bool) -> None:
-    found = ranks(4).run(in_sites, sharded)
-    assert all(same for _, same in found)
-    assert not torch.equal(flat(found[0][0]), flat(list(network().parameters())))
-
-
-def with_sharded_optimizer(group: Group) -> tuple[Tensor, Tensor, list[str]]:
-    """Sites of two ranks whose optimizer each rank has a part of, and has all of; what is told of one over sites."""
+@on_ranks(4)
+def test_an_optimizer_sharded_inside_sites(group: Group) -> None:
+    """Sites of two ranks whose optimizer each rank has a part of, and has all of; one over sites is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         from torch.distributed.optim import ZeroRedundancyOptimizer
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
     inside = mesh.get_group("inside")
-    found = []
-    refused = []
+    found, told = [], []
     for sharded in (True, False):
         model = network()
         wrapped = DistributedDataParallel(model, process_group=inside)
@@ -384,46 +341,36 @@ def with_sharded_optimizer(group: Group) -> tuple[Tensor, Tensor, list[str]]:
         if sharded:
             kind = torch.optim.SGD
             everywhere = ZeroRedundancyOptimizer(model.parameters(), kind, lr=RATE)
-            refused.append(message_of(lambda m=model, o=everywhere: DiLoCo(m, o, every=3)))
+            told.append(message_of(lambda m=model, o=everywhere: DiLoCo(m, o, every=3)))
             optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, inside, lr=RATE, momentum=0.5)
         with DiLoCo(wrapped, optimizer, every=3, group=mesh.get_group("site")) as diloco:
             learn(wrapped, optimizer, group.rank(), range(9))
-            refused.append(message_of(lambda m=model: DiLoCo(m, None, every=3)))  # without its wrapper
+            told.append(message_of(lambda m=model: DiLoCo(m, None, every=3)))  # without its wrapper
         assert diloco.rounds == 3
         found.append(flat(list(model.parameters())))
-    return *found, refused
+    assert_same(*found)
+    assert "ranks [0, 1, 2, 3] average" in told[0]
+    assert all("close() it first" in one for one in told[1:])
 
 
-def test_an_optimizer_sharded_inside_sites(ranks: RankPool) -> None:
-    for sharded, whole, told in ranks(4).run(with_sharded_optimizer):
-        assert_same(sharded, whole)
-        assert "ranks [0, 1, 2, 3] average" in told[0]
-        assert all("close() it first" in one for one in told[1:])
-
-
-def in_few_rows(group: Group) -> tuple[str, str]:
+@on_ranks(4)
+def test_a_rank_without_elements_of_a_parameter_knows_its_name(group: Group) -> None:
     """The last layer has one row, which one rank of a site holds: what all ranks are told of rules by its name."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
     model = network()
     fully_shard(model, mesh=mesh["inside"])
     options: dict[str, Any] = {"every": 2, "group": mesh.get_group("site")}
     outer = torch.optim.SGD(model.parameters(), 0.7)
-    return (
-        message_of(lambda: DiLoCo(model, None, policy={"4.*": "int8"}, exempt=["4.bias"], **options)),
-        message_of(lambda: DiLoCo(model, None, outer, **options)),
-    )
+    DiLoCo(model, None, policy={"4.*": "int8"}, exempt=["4.bias"], **options)
+    DiLoCo(model, None, outer, **options)
 
 
-def test_a_rank_without_elements_of_a_parameter_knows_its_name(ranks: RankPool) -> None:
-    assert ranks(4).run(in_few_rows) == [("accepted!", "accepted!")] * 4
-
-
-def at_odds(group: Group) -> list[str]:
-    """What ranks are told that do not mean the same."""
+@on_ranks(2)
+def test_ranks_that_differ_are_told_so(group: Group) -> None:
     first = group.rank() == 0
     model = network()
     models = [network(), nn.Linear(20, 3)]
-    return [
+    *told, fine = [
         message_of(lambda: DiLoCo(model, None, every=2 if first else 3)),
         message_of(lambda: DiLoCo(model, None, every=4, fragments=1 if first else 2)),
         message_of(lambda: DiLoCo(model, None, every=4, overlap=0 if first else 2)),
@@ -434,52 +381,39 @@ def at_odds(group: Group) -> list[str]:
         message_of(lambda: DiLoCo(model, None, every=4, residual_dtype=torch.float32 if first else torch.bfloat16)),
         message_of(lambda: DiLoCo(model, None, every=4)),
     ]
-
-
-def test_ranks_that_differ_are_told_so(ranks: RankPool) -> None:
-    for found in ranks(2).run(at_odds):
-        *told, fine = found
-        assert all("the ranks disagree" in message for message in told), told
-        assert "every=2" in told[0]
-        assert "every=3" in told[0]
-        assert fine == "accepted!"
-
-
-def unequal(group: Group, codec: str, steps: tuple[int, int]) -> str:
-    """What ranks are told of which one takes fewer steps than the other: it averages once more, and closes."""
-    model = network()
-    member = dist.new_group()
-    try:
-        with DiLoCo(model, optimizer := inner(model), every=3, codec=codec, group=member):
-            learn(model, optimizer, group.rank(), range(steps[group.rank()]))
-    except CollectiveError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted!"
+    assert all("the ranks disagree" in message for message in told), told
+    assert "every=2" in told[0]
+    assert "every=3" in told[0]
+    assert fine == "accepted!"
 
 
 @pytest.mark.parametrize("codec", ["lloyd4", "none"])
 @in_time
-def test_unequal_steps_raise_one_sentence_on_all_ranks(ranks: RankPool, codec: str) -> None:
-    told, again = ranks(2).run(unequal, codec, (3, 2))
-    assert told == again
-    assert told.startswith("DisagreementError: the ranks disagree about operation "), told
-    assert "DiLoCo.synchronize" in told, told
+@on_ranks(2)
+def test_unequal_steps_raise_one_sentence_on_all_ranks(group: Group, codec: str) -> str:
+    """A rank that takes fewer steps than the other averages once more, and closes."""
+    model = network()
+    member = dist.new_group()
+    with (
+        pytest.raises(DisagreementError, match=r"^the ranks disagree about operation .*DiLoCo\.synchronize") as told,
+        DiLoCo(model, optimizer := inner(model), every=3, codec=codec, group=member),
+    ):
+        learn(model, optimizer, group.rank(), range(3 - group.rank()))
+    return str(told.value)
 
 
-def differing(group: Group) -> bool:
+@on_ranks(3)
+def test_all_ranks_begin_with_the_first_ones_parameters(group: Group) -> None:
     model = network()
     for parameter in model.parameters():
         parameter.data.add_(group.rank())
     DiLoCo(model, inner(model), every=2)
-    return torch.equal(flat(list(model.parameters())), flat(list(network().parameters())))
+    assert torch.equal(flat(list(model.parameters())), flat(list(network().parameters())))
 
 
-def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None:
-    assert ranks(3).run(differing) == [True] * 3
-
-
-def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether closing right after a round changes the model, and the number of rounds."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_an_end_right_after_a_round_changes_nothing(group: Group, dtype: torch.dtype) -> None:
     model = network().to(dtype)
     optimizer = inner(model)
     diloco = DiLoCo(model, optimizer, every=4)
@@ -490,16 +424,13 @@ def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
     before = flat(list(model.parameters())).clone()
     diloco.synchronize()
     diloco.close()
-    return torch.equal(flat(list(model.parameters())), before), diloco.rounds
+    assert torch.equal(flat(list(model.parameters())), before)
+    assert diloco.rounds == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_end_right_after_a_round_changes_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
-    assert ranks(2).run(closed_after_a_round, dtype) == [(True, 2)] * 2
-
-
-def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
-    """Ranks whose models differ in frozen parameters and buffers: whether they are alike at first and in the end."""
+@on_ranks(2)
+def test_ranks_share_buffers_and_what_is_frozen(group: Group) -> None:
+    """Ranks whose models differ in frozen parameters and buffers are alike at first and in the end."""
     model = network(norm=True)
     model.register_buffer("phase", torch.full((2, 3), 1j * group.rank()).T)
     model.register_buffer("mask", torch.tensor([group.rank() == 0, False]))
@@ -511,49 +442,35 @@ def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
     frozen.add_(group.rank())
     optimizer = inner(model)
     with DiLoCo(model, optimizer, every=2):
-        at_first = same_everywhere(group, *model.state_dict().values())
+        assert same_everywhere(group, *model.state_dict().values())
         learn(model, optimizer, group.rank(), range(3))
-        between = same_everywhere(group, *model.buffers())
-    return at_first, between, same_everywhere(group, *model.state_dict().values())
+        assert not same_everywhere(group, *model.buffers())
+    assert same_everywhere(group, *model.state_dict().values())
 
 
-def test_ranks_share_buffers_and_what_is_frozen(ranks: RankPool) -> None:
-    assert ranks(2).run(with_the_rest) == [(True, False, True)] * 2
-
-
-def poisoned(group: Group) -> tuple[int, bool, Tensor, Tensor]:
+@on_ranks(2)
+def test_a_round_that_is_not_finite_is_dropped_on_all(group: Group) -> None:
     model = network()
     diloco = DiLoCo(model, None, every=1, codec="lloyd4")
     before = flat(list(model.parameters()))
     if group.rank() == 1:
         next(model.parameters()).data[0, 0] = float("nan")
     diloco.step()
-    after = flat(list(model.parameters())).clone()
+    assert_same(flat(list(model.parameters())), before)
     for parameter in model.parameters():
         parameter.data.add_(0.01)
     diloco.step()
-    return diloco.skipped, same_everywhere(group, flat(list(model.parameters()))), before, after
+    assert diloco.skipped == 1
+    assert same_everywhere(group, flat(list(model.parameters())))
 
 
-def test_a_round_that_is_not_finite_is_dropped_on_all(ranks: RankPool) -> None:
-    for skipped, same, before, after in ranks(2).run(poisoned):
-        assert skipped == 1
-        assert same
-        assert_same(after, before)
-
-
-FALLEN: dict[str, dict[str, Any]] = {
-    "fragments": {"every": 4, "fragments": 2},
-    "overlap": {"every": 4, "fragments": 2, "overlap": 3},
-    "whole": {"every": 4},
-}
-
-
-def fallen(group: Group, name: str) -> tuple[int, bool, bool]:
-    """Rounds that were skipped after one loss was NaN on one rank; whether all is finite and the same in the end."""
+@pytest.mark.parametrize(("ways", "most"), [({"fragments": 2}, 1), ({"fragments": 2, "overlap": 3}, 2), ({}, 1)])
+@on_ranks(2)
+def test_one_nan_does_not_come_back(group: Group, ways: dict[str, Any], most: int) -> None:
+    """At most so many rounds are skipped after one loss was NaN on one rank."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    with DiLoCo(model, optimizer, **FALLEN[name]) as diloco:
+    with DiLoCo(model, optimizer, every=4, **ways) as diloco:
         for step in range(24):
             x, y = batch(group.rank(), step)
             optimizer.zero_grad()
@@ -561,15 +478,9 @@ def fallen(group: Group, name: str) -> tuple[int, bool, bool]:
             (loss * float("nan") if (step, group.rank()) == (5, 1) else loss).backward()
             optimizer.step()
     values = flat(list(model.parameters()))
-    return diloco.skipped, bool(values.isfinite().all()), same_everywhere(group, values)
-
-
-@pytest.mark.parametrize(("name", "most"), [("fragments", 1), ("overlap", 2), ("whole", 1)])
-def test_one_nan_does_not_come_back(ranks: RankPool, name: str, most: int) -> None:
-    for skipped, finite, same in ranks(2).run(fallen, name):
-        assert 1 <= skipped <= most
-        assert finite
-        assert same
+    assert 1 <= diloco.skipped <= most
+    assert values.isfinite().all()
+    assert same_everywhere(group, values)
 
 
 def test_an_outer_optimizer_over_the_model_is_moved_to_the_copies(ranks: RankPool) -> None:
@@ -577,7 +488,8 @@ def test_an_outer_optimizer_over_the_model_is_moved_to_the_copies(ranks: RankPoo
         assert_same(got, want)
 
 
-def with_frozen(group: Group) -> tuple[int, bool]:
+@on_ranks(2)
+def test_an_outer_optimizer_may_hold_parameters_that_do_not_learn(group: Group) -> None:
     """An optimizer over all parameters, named, of a model that has one without gradient; copies that it steps."""
     model = network()
     next(model.parameters()).requires_grad = False
@@ -588,16 +500,12 @@ def with_frozen(group: Group) -> tuple[int, bool]:
         state = diloco.state_dict()
         diloco.load_state_dict(state)
     (settings,) = outer.param_groups
-    assert len(settings["param_names"]) == len(settings["params"])
-    return len(settings["params"]), same_everywhere(group, flat(list(model.parameters())))
+    assert len(settings["param_names"]) == len(settings["params"]) == 5
+    assert same_everywhere(group, flat(list(model.parameters())))
 
 
-def test_an_outer_optimizer_may_hold_parameters_that_do_not_learn(ranks: RankPool) -> None:
-    assert ranks(2).run(with_frozen) == [(5, True)] * 2
-
-
-def unfrozen(group: Group) -> str:
-    """A layer learns that did not when DiLoCo began."""
+@on_ranks(2)
+def test_a_layer_that_is_unfrozen_under_way_raises(group: Group) -> None:
     model = network()
     first = next(model.parameters())
     first.requires_grad = False
@@ -608,17 +516,13 @@ def unfrozen(group: Group) -> str:
     found = message_of(lambda: learn(model, optimizer, group.rank(), range(1, 2)))
     first.requires_grad = False
     diloco.close()
-    return found
+    assert "0.weight learns now" in found
+    assert "close() before" in found
 
 
-def test_a_layer_that_is_unfrozen_under_way_raises(ranks: RankPool) -> None:
-    for found in ranks(2).run(unfrozen):
-        assert "0.weight learns now" in found
-        assert "close() before" in found
-
-
-def frozen_under_way(group: Group) -> tuple[str, bool]:
-    """A layer that learned is frozen in the middle of a round: what is said, and whether it stayed from then on."""
+@on_ranks(2)
+def test_a_layer_that_is_frozen_under_way_raises_before_its_momentum_moves_it(group: Group) -> None:
+    """A layer that learned is frozen in the middle of a round."""
     model = network()
     first = next(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -629,13 +533,8 @@ def frozen_under_way(group: Group) -> tuple[str, bool]:
     learn(model, optimizer, group.rank(), range(6, 10))  # what it learned before is averaged
     kept = first.detach().clone()
     found = message_of(lambda: learn(model, optimizer, group.rank(), range(10, 14)))
-    return found, torch.equal(first, kept)
-
-
-def test_a_layer_that_is_frozen_under_way_raises_before_its_momentum_moves_it(ranks: RankPool) -> None:
-    for found, stayed in ranks(2).run(frozen_under_way):
-        assert "0.weight no longer learns" in found
-        assert stayed
+    assert "0.weight no longer learns" in found
+    assert torch.equal(first, kept)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
