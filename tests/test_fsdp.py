@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from cases import digest, seeded, thorough, worlds
+from cases import digest, on_ranks, seeded, thorough
 from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_fsdp
@@ -492,20 +492,16 @@ EXACTLY: list[dict[str, Any]] = [
 ]
 
 
-def exactly(group: Group) -> tuple[str, list[str]]:
-    """Digests of plain HSDP, and of models that compress nothing; the last one compresses its last step."""
+@on_ranks(4)
+def test_steps_that_compress_nothing_between_replicas_do_not_inside_either(group: Group) -> None:
+    """Plain HSDP, and models that compress nothing; the last one compresses its last step."""
     plain = replicas_later(group, lambda model, **_: None)
     ways = [replicas_later(group, lambda model, o=options, **_: compress_fsdp(model, **o)) for options in EXACTLY]
-    return digest(*plain), [digest(*way) for way in ways]
+    assert [digest(*way) == digest(*plain) for way in ways] == [True] * 3 + [False]
 
 
-def test_steps_that_compress_nothing_between_replicas_do_not_inside_either(ranks: RankPool) -> None:
-    for plain, found in ranks(4).run(exactly):
-        assert found[:-1] == [plain] * 3
-        assert found[-1] != plain
-
-
-def by_rank(group: Group) -> list[str]:
+@on_ranks(4)
+def test_options_that_differ_by_rank_raise_on_all(group: Group) -> None:
     first = group.rank() == 0
     given: list[dict[str, Any]] = [
         {"weights": "none" if first else "int8"},
@@ -515,51 +511,40 @@ def by_rank(group: Group) -> list[str]:
         {"gradients": "int8"},
     ]
     mesh = grid(group, "replicas", "shards")
-    return [message_of(lambda o=options: compress_fsdp(shard(Net(), mesh), **o)) for options in given]
+    *told, fine = [message_of(lambda o=options: compress_fsdp(shard(Net(), mesh), **o)) for options in given]
+    assert all("the ranks disagree" in message for message in told), told
+    assert fine == "accepted!"
 
 
-def test_options_that_differ_by_rank_raise_on_all(ranks: RankPool) -> None:
-    for *told, fine in ranks(4).run(by_rank):
-        assert all("the ranks disagree" in message for message in told), told
-        assert fine == "accepted!"
-
-
-def shards_between_passes(group: Group, options: dict[str, Any]) -> list[list[Tensor]]:
+@pytest.mark.parametrize("replica", [False, True])
+@on_ranks(4)
+def test_both_passes_have_the_same_weights_however_they_are_sharded_in_between(group: Group, replica: bool) -> None:
     """With weights that are rounded, and lie in shards of all ranks between the passes, or of two."""
     found = []
     for reshard in (True, 2):
         model = shard(Net(8, 12), line(group), reshard_after_forward=reshard)
-        compress_fsdp(model, "none", exempt="none", **options)
-        found.append(train(model, group))
-    return found
+        compress_fsdp(model, "none", "int8", replica=replica, exempt="none")
+        found.append(digest(*train(model, group)))
+    assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("replica", [False, True])
-def test_both_passes_have_the_same_weights_however_they_are_sharded_in_between(ranks: RankPool, replica: bool) -> None:
-    for all_ranks, two in ranks(4).run(shards_between_passes, {"weights": "int8", "replica": replica}):
-        assert digest(*all_ranks) == digest(*two)
-
-
-def alone(group: Group) -> tuple[int, int]:
-    """How many results differ, and the bytes that were sent and kept."""
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_rounds_nothing(group: Group) -> None:
     handles: list[Any] = []
     found = [several_groups(group, lambda model: None)]
     for weights in ("none", "exact"):
         found.append(several_groups(group, lambda m, w=weights: handles.append(compress_fsdp(m, "int8", w))))
     told = [handle.stats() for handle in handles]
-    return len({digest(*tensors) for tensors in found}), sum(s.bytes_sent + s.replica_bytes for s in told)
-
-
-def test_one_rank_sends_nothing_and_rounds_nothing(ranks: RankPool) -> None:
-    assert ranks(1).run(alone) == [(1, 0)]
+    assert len({digest(*tensors) for tensors in found}) == 1
+    assert sum(s.bytes_sent + s.replica_bytes for s in told) == 0
 
 
 # --- handles ----------------------------------------------------------------------------------------------------------
 
 
-def opened_and_closed(group: Group, name: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
+@on_ranks(3, rare=[2])
+def test_a_closed_handle_leaves_plain_fsdp_and_another_may_follow(group: Group) -> None:
     """Two steps as they are, two compressed and rolled back, then two as they are, and two compressed again."""
-    told = []
     found = []
     for compressed in (False, True):
         model = shard(Net(), line(group))
@@ -567,38 +552,31 @@ def opened_and_closed(group: Group, name: str) -> tuple[list[Tensor], list[Tenso
         train(model, group, range(2), optimizer=optimizer)
         if compressed:
             kept = shards(model)
-            handle = compress_fsdp(model, name, name, replica=True, feedback="classic", exempt="none")
+            handle = compress_fsdp(model, "int8", "int8", replica=True, feedback="classic", exempt="none")
             train(model, group, range(20, 22), optimizer=optimizer)
-            told.append(repr(handle))
+            assert repr(handle).startswith("FSDPState(codec='int8, weights int8', feedback='classic', steps=2")
             held = handle.stats()
             handle.close()
             handle.close()
-            told += [repr(handle), str(held.residual_bytes > 0), str(handle.stats().residual_bytes)]
-            told.append(str(held.replica_bytes > 0))
-            told.append(str(handle.stats().replica_bytes))
+            left = handle.stats()
+            assert repr(handle).endswith(", closed)")
+            assert min(held.residual_bytes, held.replica_bytes) > 0 == left.residual_bytes == left.replica_bytes
             for p, local in zip(model.parameters(), kept, strict=True):
                 p.to_local().data.copy_(local)
-        found.append(train(model, group, range(2, 4), optimizer=optimizer))
+        found.append(digest(*train(model, group, range(2, 4), optimizer=optimizer)))
     again = compress_fsdp(model, "int8")
     train(model, group, range(4, 6), optimizer=optimizer)
-    return found[0], found[1], [*told, repr(again)]
+    assert found[0] == found[1]
+    assert "steps=2" in repr(again)
+    assert "closed" not in repr(again)
 
 
-@worlds(3, rare=[2])
-def test_a_closed_handle_leaves_plain_fsdp_and_another_may_follow(ranks: RankPool, world: int) -> None:
-    for plain, closed, told in ranks(world).run(opened_and_closed, "int8"):
-        assert digest(*closed) == digest(*plain)
-        assert told[0].startswith("FSDPState(codec='int8, weights int8', feedback='classic', steps=2")
-        assert told[1].endswith(", closed)")
-        assert told[2:6] == ["True", "0", "True", "0"]
-        assert "steps=2" in told[6]
-        assert "closed" not in told[6]
-
-
-def names_of(group: Group) -> list[list[str]]:
-    """What an exemption by name hears of, of gradients and of weights: the names of the plain network."""
-    found = []
-    for run in (recomputed_in_wrappers, compiled, tied):
+@on_ranks(2)
+def test_rules_know_parameters_by_the_names_of_the_plain_network(group: Group) -> None:
+    """What an exemption by name hears of, of gradients and of weights."""
+    plain = {f"{name} {tuple(p.shape)}" for name, p in Net().named_parameters()}
+    tied_too = {f"{name} {tuple(p.shape)}" for name, p in Net(7, 7).named_parameters() if "down.w" not in name}
+    for run, want in ((recomputed_in_wrappers, plain), (compiled, plain), (tied, tied_too)):
         heard: set[str] = set()
 
         def exempt(name: str, shape: torch.Size) -> bool:
@@ -606,30 +584,16 @@ def names_of(group: Group) -> list[list[str]]:
             return False
 
         run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))
-        found.append(sorted(heard))
-    return found
+        assert heard == want
 
 
-def test_rules_know_parameters_by_the_names_of_the_plain_network(ranks: RankPool) -> None:
-    plain = sorted(f"{name} {tuple(p.shape)}" for name, p in Net().named_parameters())
-    tied_too = sorted(f"{name} {tuple(p.shape)}" for name, p in Net(7, 7).named_parameters() if "down.w" not in name)
-    for found in ranks(2).run(names_of):
-        assert found == [plain, plain, tied_too]
-
-
-def count_steps(group: Group) -> dict[str, int]:
+@on_ranks(2)
+def test_steps_are_reductions(group: Group) -> None:
     """Steps are told by gradients that are reduced anew, however many groups there are and passes in between."""
-    found = {}
-    for name, run in {"accumulated": accumulated, "added twice": added_twice, "several": several_groups}.items():
+    for run, steps in ((accumulated, STEPS), (added_twice, 2 * STEPS), (several_groups, LONG)):
         handles: list[Any] = []
         run(group, lambda model: handles.append(compress_fsdp(model, "int8")))  # noqa: B023
-        found[name] = handles[0].stats().steps
-    return found
-
-
-def test_steps_are_reductions(ranks: RankPool) -> None:
-    for found in ranks(2).run(count_steps):
-        assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": LONG}
+        assert handles[0].stats().steps == steps
 
 
 def logged_steps(group: Group, run: Callable[[Group, Compress], object] = several_groups) -> list[int]:
@@ -645,7 +609,8 @@ def test_logs_tell_the_steps_that_are_done(ranks: RankPool) -> None:
     assert ranks(4).run(logged_steps, replicated_in_sums) == [done, [], [], []]  # two are the first among replicas
 
 
-def count_sums_over_replicas(group: Group) -> tuple[int, float | None]:
+@on_ranks(4)
+def test_steps_with_replicas_are_sums_over_them(group: Group) -> None:
     """Every third pass is one, and every second of these is measured."""
     handles: list[Any] = []
 
@@ -653,16 +618,12 @@ def count_sums_over_replicas(group: Group) -> tuple[int, float | None]:
         handles.append(compress_fsdp(model, "int8", measure_every=2, **options))
 
     replicas_later(group, compress)
-    return handles[0].step, handles[0].stats().relative_error
+    assert handles[0].step == STEPS
+    assert handles[0].stats().relative_error is not None
 
 
-def test_steps_with_replicas_are_sums_over_them(ranks: RankPool) -> None:
-    for steps, error in ranks(4).run(count_sums_over_replicas):
-        assert steps == STEPS
-        assert error is not None
-
-
-def replicas_on_two_meshes(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+@on_ranks(4)
+def test_groups_with_other_replicas_are_averaged_over_their_own(group: Group) -> None:
     """A block has four replicas of one shard, the rest two of two."""
     found = []
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((4, 1), (2, 2))]
@@ -673,44 +634,10 @@ def replicas_on_two_meshes(group: Group) -> tuple[list[Tensor], list[Tensor]]:
         if compressed:
             compress_fsdp(model, "none", inside="none")
         found.append(train(model, group))
-    return found[0], found[1]
-
-
-def test_groups_with_other_replicas_are_averaged_over_their_own(ranks: RankPool) -> None:
-    for plain, compressed in ranks(4).run(replicas_on_two_meshes):
-        torch.testing.assert_close(compressed, plain)
+    torch.testing.assert_close(*found)
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------------
-
-
-def refusals(group: Group) -> dict[str, str]:
-    mesh = line(group)
-    model = shard(Net(), mesh)
-    own = shard(Net(), mesh)
-    own.blocks[1].set_custom_reduce_scatter(_OwnScatter())
-    gathers = shard(Net(), mesh)
-    gathers.set_custom_all_gather(_OwnGather())
-    told = {
-        "no model": message_of(lambda: compress_fsdp(3)),  # type: ignore[arg-type]
-        "an own scatter": message_of(lambda: compress_fsdp(own)),
-        "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
-        "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
-        "no weights": message_of(lambda: compress_fsdp(model, replica=True)),
-        "a word": message_of(lambda: compress_fsdp(model, weights="int4", replica="no")),  # type: ignore[arg-type]
-        "no codec": message_of(lambda: compress_fsdp(model, "int99")),
-        "no codec of weights": message_of(lambda: compress_fsdp(model, weights="int99")),
-        "no codec inside": message_of(lambda: compress_fsdp(model, inside="int99")),
-        "feedback": message_of(lambda: compress_fsdp(model, feedback="ef20")),  # type: ignore[arg-type]
-        "steps": message_of(lambda: compress_fsdp(model, warmup_steps=-1)),
-    }
-    compress_fsdp(model)  # nothing of all that was left in it
-    told["twice"] = message_of(lambda: compress_fsdp(model))
-    train(model, group, range(2))
-    compress_fsdp(own.blocks[0])  # nor here
-    compress_fsdp(gathers)  # weights are gathered as before
-    train(gathers, group, range(2))
-    return told
 
 
 class _OwnScatter(ReduceScatter):
@@ -723,57 +650,57 @@ class _OwnGather(AllGather):
     __call__ = DefaultAllGather.__call__
 
 
-REFUSED = {
-    "no model": "expected a model that fully_shard was called on, got int",
-    "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
-    "an own gather": "the root has a communication of its own, _OwnGather",
-    "inside": "inside='int8' requires replicas of shards",
-    "no weights": "replica=True keeps copies to send weights as differences",
-    "a word": "replica must be True, False or None, got 'no'",
-    "no codec": "int99",
-    "no codec of weights": "int99",
-    "no codec inside": "int99",
-    "feedback": "feedback must be one of auto, none, classic, ef21, got 'ef20'",
-    "steps": "warmup_steps must be an integer, 0 or more, got -1",
-    "twice": "this model is already compressed: close() the handle",
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"inside": "int8"}, "inside='int8' requires replicas of shards"),
+    ({"replica": True}, "replica=True keeps copies to send weights as differences"),
+    ({"weights": "int4", "replica": "no"}, "replica must be True, False or None, got 'no'"),
+    *(({name: "int99"}, "int99") for name in ("gradients", "weights", "inside")),
+    ({"feedback": "ef20"}, "feedback must be one of auto, none, classic, ef21, got 'ef20'"),
+    ({"warmup_steps": -1}, "warmup_steps must be an integer, 0 or more, got -1"),
+]
 
 
-def test_misuse_is_refused_and_changes_nothing(ranks: RankPool) -> None:
-    for told in ranks(2).run(refusals):
-        assert told.keys() == REFUSED.keys()
-        for name, message in REFUSED.items():
-            assert message in told[name], name
-
-
-def warned(group: Group) -> dict[str, tuple[list[str], bool]]:
-    """What is said of weights of few bits, and whether copies are kept."""
-    found = {}
+@on_ranks(2)
+def test_misuse_is_refused_and_changes_nothing(group: Group) -> None:
     mesh = line(group)
-    for name, kept, options in (
-        ("few bits", True, {"weights": "int4"}),
-        ("8 bits", True, {"weights": "int8"}),
-        ("copies", True, {"weights": "int4", "replica": True}),
-        ("kept anyway", False, {"weights": "int4"}),
-        ("not wanted", False, {"weights": "int4", "replica": False}),
+    model, own, gathers = (shard(Net(), mesh) for _ in range(3))
+    own.blocks[1].set_custom_reduce_scatter(_OwnScatter())
+    gathers.set_custom_all_gather(_OwnGather())
+
+    def check(model: Any, options: dict[str, Any], words: str) -> None:
+        assert words in message_of(lambda: compress_fsdp(model, **options)), options
+
+    check(3, {}, "expected a model that fully_shard was called on, got int")
+    check(own, {}, "blocks.1 has a communication of its own, _OwnScatter")
+    check(gathers, {"weights": "int8"}, "the root has a communication of its own, _OwnGather")
+    for options, words in REFUSED:
+        check(model, options, words)
+    compress_fsdp(model)  # nothing of all that was left in it
+    check(model, {}, "this model is already compressed: close() the handle")
+    train(model, group, range(2))
+    compress_fsdp(own.blocks[0])  # nor here
+    compress_fsdp(gathers)  # weights are gathered as before
+    train(gathers, group, range(2))
+
+
+@on_ranks(2)
+def test_weights_of_few_bits_without_a_copy_warn(group: Group) -> None:
+    mesh = line(group)
+    for kept, options, warns, copies in (
+        (True, {"weights": "int4"}, True, False),
+        (True, {"weights": "int8"}, False, False),
+        (True, {"weights": "int4", "replica": True}, False, True),
+        (False, {"weights": "int4"}, False, True),  # they are kept anyway
+        (False, {"weights": "int4", "replica": False}, True, False),
     ):
         model = shard(Net(), mesh, reshard_after_forward=kept)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             handle = compress_fsdp(model, "none", **options)
         train(model, group, range(1))
-        found[name] = [str(one.message) for one in caught], handle.stats().replica_bytes > 0
-    return found
-
-
-def test_weights_of_few_bits_without_a_copy_warn(ranks: RankPool) -> None:
-    for found in ranks(2).run(warned):
-        assert {name: copies for name, (_, copies) in found.items()} == {
-            "few bits": False, "8 bits": False, "copies": True, "kept anyway": True, "not wanted": False,
-        }  # fmt: skip
-        for name, (said, _) in found.items():
-            assert len(said) == (name in ("few bits", "not wanted"))
-            assert all("weights='int4" in text and "replica=True" in text for text in said)
+        said = [str(one.message) for one in caught]
+        assert (len(said), handle.stats().replica_bytes > 0) == (warns, copies), options
+        assert all("weights='int4" in text and "replica=True" in text for text in said)
 
 
 def announced(group: Group, replicas: bool = False) -> tuple[str, str, list[bool]]:
