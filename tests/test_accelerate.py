@@ -296,7 +296,8 @@ def test_a_world_of_one_rank_trains(ranks: RankPool) -> None:
     assert (found.stats.steps, found.stats.bytes_sent) == (4, 0)
 
 
-def refuse(group: Group) -> dict[str, str]:
+@on_ranks(2)
+def test_misuse_is_refused_by_name(group: Group) -> None:
     from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
 
     from thinwire.integrations.accelerate import compress
@@ -321,18 +322,14 @@ def refuse(group: Group) -> dict[str, str]:
         model, _ = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
         found["algorithm"] = message_of(lambda: compress(accelerator, model, algorithm="two_phase"))
         accelerator.state.fsdp_plugin = None
-    return found
-
-
-def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
     words = {"bare": "accelerator.prepare", "swapped": "compress(accelerator, model", "no model": "NoneType"}
     words |= {"codec": "int99", "weights": "weights= and replica=", "option": "has no option 'color'", "fp16": "fp16"}
     words["algorithm"] = "algorithm="
-    for found in ranks(2).run(refuse):
-        assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}
+    assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}
 
 
-def ignored_hook(group: Group) -> tuple[int, str, int]:
+@on_ranks(2)
+def test_a_hook_that_accelerate_ignores_is_told(group: Group) -> None:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from thinwire.integrations.accelerate import compress
@@ -341,19 +338,12 @@ def ignored_hook(group: Group) -> tuple[int, str, int]:
         ours = DistributedDataParallelKwargs(comm_hook=thinwire.ddp_hook)  # type: ignore[arg-type]
         accelerator = Accelerator(cpu=True, kwargs_handlers=[ours])
         model = accelerator.prepare(Net())
-        hooks = len(model._comm_hooks)
-        with pytest.warns(UserWarning, match="comm_hook") as told:
+        assert not model._comm_hooks, "Accelerate registers other hooks now: say so in docs/howto/huggingface.md"
+        with pytest.warns(UserWarning, match="comm_hook=ddp_hook") as told:
             handle = compress(accelerator, model)
         accelerator.backward(model(torch.randn(4, 20)).sum())
         assert told[0].filename == __file__
-        return hooks, str(told[0].message), handle.stats().bytes_sent
-
-
-def test_a_hook_that_accelerate_ignores_is_told(ranks: RankPool) -> None:
-    for hooks, told, sent in ranks(2).run(ignored_hook):
-        assert hooks == 0, "Accelerate registers other hooks now: say so in docs/howto/huggingface.md"
-        assert "comm_hook=ddp_hook" in told
-        assert sent > 0
+        assert handle.stats().bytes_sent > 0
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])

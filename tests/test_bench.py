@@ -18,6 +18,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks import kinds
+from cases import on_ranks
 from ranks import RankPool
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
@@ -273,17 +274,14 @@ def test_a_rate_is_that_of_the_slowest_rank() -> None:
     assert row["gbit_per_s"] == pytest.approx(8e-9 * (1 << 20) / 2e-3)
 
 
-def messages(group: dist.ProcessGroup) -> tuple[record.Record, list[float]]:
+@on_ranks(3)
+def test_the_ranks_of_a_job_measure_their_link(group: dist.ProcessGroup) -> list[float]:
+    """All ranks know the slowest one's times."""
     place = RankPlace(group.rank(), group.size(), 0, group.size())
-    found = exchange.run([RankSetup(world=group.size(), place=place)], [1000, 2000])
-    return found, [float(str(row["ms_p50"])) for row in found.rows]
-
-
-def test_the_ranks_of_a_job_measure_their_link(ranks: RankPool) -> None:
-    (first, times), *others = ranks(3).run(messages)
-    assert [(row["world"], row["nbytes"]) for row in first.rows] == [(3, 1000), (3, 2000)]
-    assert min(times) > 0
-    assert all(other == times for _, other in others)  # all ranks know the slowest one's
+    rows = exchange.run([RankSetup(world=group.size(), place=place)], [1000, 2000]).rows
+    assert group.rank() or [(row["world"], row["nbytes"]) for row in rows] == [(3, 1000), (3, 2000)]
+    assert all(float(str(row["ms_p50"])) > 0 for row in rows)
+    return [float(str(row["ms_p50"])) for row in rows]
 
 
 def test_names_of_schemes() -> None:
@@ -369,25 +367,3 @@ def test_bad_flags_say_what_is_allowed(flags: list[str], complaint: str) -> None
     assert (result.exit_code, result.stdout) == (2, "")
     assert complaint in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
-
-
-def test_what_commands_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def run(*arguments: Any, progress: Any, **keys: Any) -> record.Record:
-        asked.append((*arguments, {name: value for name, value in keys.items() if value}))
-        return record.Record("collectives", record.conditions(timing.CPU), [])
-
-    monkeypatch.setattr(collectives, "run", run)
-    monkeypatch.setattr(step, "run", run)
-    bench("collectives")
-    bench("collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536", "--verbs",
-          "broadcast", "--codecs", "int4:block=32,mode=affine,auto", "--rounds", "7", "--quick")  # fmt: skip
-    bench("step", "--world", "3", "--parallel", "fsdp2")
-    names = ["int4:block=32,mode=affine", "auto"]
-    shaped = {"numels": [1024, 65536], "verbs": ["broadcast"], "codecs": names, "rounds": 7, "quick": True}
-    assert asked == [
-        ([RankSetup(world=world) for world in collectives.WORLDS], {"verbs": ("all_reduce",)}),
-        ([RankSetup(world=world, link=links.ShapedLink("1gbit", 1e9)) for world in (3, 4, 2)], shaped),
-        ([RankSetup(world=3)], {"parallel": "fsdp2"}),
-    ]

@@ -823,16 +823,12 @@ def test_the_single_names_are_the_same_functions() -> None:
     assert thinwire.reduce_scatter_single is thinwire.reduce_scatter_tensor
 
 
-def by_shape(group: Group) -> list[Tensor]:
+@on_ranks(4)
+def test_codecs_made_of_codecs_choose_by_the_whole_tensor(group: Group) -> None:
     spec = "bysize(small=none; large=int2; min_numel=100)"
-    outputs = [given(50, group.rank()), given(200, group.rank())]
-    for x in outputs:
+    small, large = given(50, group.rank()), given(200, group.rank())  # shards of 50: small, had the shard decided
+    for x in (small, large):
         thinwire.all_reduce(x, codec=spec, algorithm="two_phase")
-    return outputs
-
-
-def test_codecs_made_of_codecs_choose_by_the_whole_tensor(ranks: RankPool) -> None:
-    small, large = ranks(4).run(by_shape)[0]  # shards of 50 elements: small, had the shard decided
     total = torch.zeros(50)
     for rank in range(4):
         total += given(50, rank)
@@ -841,8 +837,10 @@ def test_codecs_made_of_codecs_choose_by_the_whole_tensor(ranks: RankPool) -> No
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
-    """(what is said, what should be: its beginning) of every misuse. All ranks make the same mistakes."""
+@each_device
+@on_ranks(2)
+def test_misuse_is_refused_by_name_and_leaves_the_group_usable(group: Group, device: Device) -> None:
+    """Pairs of a misuse and how what is said begins. All ranks make the same mistakes."""
     world = group.size()
     x, y, *parts = (torch.ones(n, device=device) for n in (6, 6 * world, *[2] * world))
     odd, one = torch.ones(2 * world + 1), torch.tensor(1.0)
@@ -909,7 +907,12 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
         (lambda: gather(y.short(), x.short(), algorithm="plain"), "gloo takes float32"),
         (lambda: swap(y.short(), y.short(), algorithm="plain"), "gloo takes float32"),
     ]
-    return [(_refused(call), begins if "Error" in begins else f"CollectiveError: {begins}") for call, begins in calls]
+    for call, begins in calls:
+        said = _refused(call)
+        assert said.startswith(begins if "Error" in begins else f"CollectiveError: {begins}"), said
+    z = torch.ones(30)
+    thinwire.all_reduce(z, codec="none", algorithm="two_phase")
+    assert z[0] == 2
 
 
 def _refused(call: Callable[[], Any]) -> str:
@@ -920,19 +923,6 @@ def _refused(call: Callable[[], Any]) -> str:
         kind = next(kind for kind in kinds if isinstance(error, kind))
         return f"{kind.__name__}: {error}"
     return "accepted"
-
-
-@each_device
-def test_misuse_is_refused_by_name_and_leaves_the_group_usable(ranks: RankPool, device: Device) -> None:
-    first, second = ranks(2).run(refusals, device)
-    assert (first, [pair for pair in first if not pair[0].startswith(pair[1])]) == (second, [])
-    assert ranks(2).run(usable) == [2.0, 2.0]
-
-
-def usable(group: Group) -> float:
-    x = torch.ones(30)
-    thinwire.all_reduce(x, codec="none", algorithm="two_phase")
-    return float(x[0])
 
 
 @on_ranks(2)
@@ -989,14 +979,12 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 @on_ranks(4)
 def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(group: Group, shape: tuple[int, int]) -> None:
-    algorithms = ("plain", "auto")
-    mesh, found = init_device_mesh("cpu", shape), []
-    for algorithm in algorithms:
+    mesh = init_device_mesh("cpu", shape)
+    for algorithm in ("plain", "auto"):
         for op, factor in ((SUM, 1.0), (AVG, 1 / group.size())):
             x = torch.arange(50.0) + group.rank()
             work = thinwire.all_reduce(x, op, mesh, async_op=op == AVG, codec="none", algorithm=algorithm)
             if work is not None:
                 work.wait()
             total = sum(torch.arange(50.0) + rank for rank in range(group.size()))
-            found.append(torch.allclose(x, total * factor, rtol=1e-6))
-    assert all(found), found
+            assert torch.allclose(x, total * factor, rtol=1e-6), (algorithm, op)

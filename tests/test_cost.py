@@ -9,8 +9,7 @@ import torch.distributed as dist
 from hypothesis import given as forall, strategies as st
 
 import thinwire
-from cases import generated, over, worlds
-from ranks import RankPool
+from cases import generated, on_ranks, over
 from thinwire.collectives import cost
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.cost import Choice, CurveKey, Estimate, Measured, Points
@@ -141,25 +140,22 @@ def test_the_choice_tells_itself() -> None:
 # --- in a group -------------------------------------------------------------------------------------------------------
 
 
-def explained(group: Group, numels: list[int], codec: str) -> list[str]:
+@on_ranks(1, 2, rare=[4])
+def test_all_ranks_explain_alike(group: Group) -> list[str]:
+    numels, world = (1, 1000, 3 << 20), group.size()
     for numel in numels:
-        thinwire.measure(torch.ones(numel), codec=codec)
-    return [str(thinwire.explain(torch.ones(numel), codec=codec)) for numel in numels]
-
-
-@worlds(1, 2, rare=[4])
-def test_all_ranks_explain_alike(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(explained, [1, 1000, 3 << 20], "int8")
-    assert all(answer == answers[0] for answer in answers)
-    for numel, text in zip((1, 1000, 3 << 20), answers[0], strict=True):
+        thinwire.measure(torch.ones(numel), codec="int8")
+    texts = [str(thinwire.explain(torch.ones(numel), codec="int8")) for numel in numels]
+    for numel, text in zip(numels, texts, strict=True):
         assert text.startswith(f"all_reduce of {numel} elements over {world} ranks, codec int8: ")
         assert text.count("<- chosen") == (world > 1)
+    return texts
 
 
-def chosen(group: Group) -> list[bool]:
+@on_ranks(3, rare=[2])
+def test_auto_does_what_explain_says(group: Group) -> None:
     """What explain says is what auto does: as many bytes go through the codec as it said, or none."""
     member = dist.new_group()
-    found = []
     for numel in (10, 5000, 1 << 19):
         x = torch.ones(numel)
         said = thinwire.measure(x, member, codec="lloyd4")
@@ -167,25 +163,16 @@ def chosen(group: Group) -> list[bool]:
         thinwire.all_reduce(x, group=member, codec="lloyd4", algorithm="auto")
         sent = thinwire.collectives.traffic(member).sent - before
         want = {e.algorithm: e.sent for e in said.estimates}[said.algorithm] if said.algorithm != "plain" else 0
-        found.append(abs(sent - want) <= 0.02 * want + 128 * group.size())
-    return found
+        assert abs(sent - want) <= 0.02 * want + 128 * group.size()
 
 
-@worlds(3, rare=[2])
-def test_auto_does_what_explain_says(ranks: RankPool, world: int) -> None:
-    assert all(all(found) for found in ranks(world).run(chosen))
-
-
-def measured_once(group: Group) -> list[int]:
-    """Calls of the group that a first auto call makes, and a second of another length."""
+@on_ranks(2)
+def test_a_group_is_measured_once_for_all_lengths(group: Group) -> None:
+    """A first auto call makes more calls of the group than one of another length later."""
     member = dist.new_group()
     counts = []
     channel = channel_of(member, torch.device("cpu"))
     for numel in (100, 200, 300):
         thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="auto")
         counts.append(channel.calls)
-    return [b - a for a, b in itertools.pairwise(counts)]
-
-
-def test_a_group_is_measured_once_for_all_lengths(ranks: RankPool) -> None:
-    assert ranks(2).run(measured_once) == [[1, 1], [1, 1]]
+    assert [b - a for a, b in itertools.pairwise(counts)] == [1, 1]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import thinwire
-from cases import by_turns, thorough
+from cases import by_turns, on_ranks, thorough
 from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import FSDPState
@@ -105,8 +105,10 @@ def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]
     return wrong
 
 
-def listed(group: Group, options: Options) -> bool:
-    """Whether a rank that is given the states of all ranks continues with its own."""
+@on_ranks(2)
+def test_a_rank_finds_its_own_among_the_states_of_all(group: Group) -> None:
+    """Means and copies."""
+    options = {**EF21, **COPIES, "gradients": "lloyd2"}
     run = Run(mesh_of(group, False), options)
     run.train(0, SAVED_AT)
     buffer = io.BytesIO()
@@ -117,12 +119,8 @@ def listed(group: Group, options: Options) -> bool:
     again.handle.load_state_dict([torch.load(io.BytesIO(one), weights_only=False) for one in saved])
     kept = (one.handle.state_dict() for one in (run, again))
     mine, loaded = ([[t.to_local() for t in state[name].values()] for name in ("mean", "replica")] for state in kept)
-    return all(mine) and all(all(map(torch.equal, *pair)) for pair in zip(mine, loaded, strict=True))
-
-
-def test_a_rank_finds_its_own_among_the_states_of_all(ranks: RankPool) -> None:
-    """Means and copies."""
-    assert ranks(2).run(listed, {**EF21, **COPIES, "gradients": "lloyd2"}) == [True, True]
+    assert all(mine)
+    assert all(all(map(torch.equal, *pair)) for pair in zip(mine, loaded, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,9 @@ def test_a_resumed_run_has_the_same_bits(
     assert ranks(world).run(resumed, str(tmp_path), replicated, runs) == [[]] * world
 
 
-def freezing(group: Group, gather: bool) -> None:
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks(2)
+def test_a_resumed_run_may_freeze_a_layer(group: Group, gather: bool) -> None:
     """Runs with a frozen parameter go on from states with errors, by which bits are dealt, of all or of the others."""
     mesh = mesh_of(group, False)
     for before, after in (((), ["block.1.weight"]), (["block.1.weight"], ["block.1.weight"])):
@@ -150,11 +150,6 @@ def freezing(group: Group, gather: bool) -> None:
             dist.broadcast_object_list(state)
         second.handle.load_state_dict(state[0])
         second.train(SAVED_AT, STEPS)
-
-
-@pytest.mark.parametrize("gather", [False, True])
-def test_a_resumed_run_may_freeze_a_layer(ranks: RankPool, gather: bool) -> None:
-    ranks(2).run(freezing, gather)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -194,17 +189,14 @@ def test_the_sum_of_residuals_is_kept(
         torch.testing.assert_close(torch.stack([part[name] for part in loaded]).sum(0), total)
 
 
-def listed_replicas(group: Group) -> str:
+@on_ranks(4)
+def test_a_list_of_replicas_states_is_refused(group: Group) -> None:
     """Both shards of a replica save under one key."""
     run = Run(mesh_of(group, True), EF21)
     run.train(0, SAVED_AT)
     own = run.handle.state_dict()
-    return message_of(lambda: run.handle.load_state_dict([own, own]))
-
-
-def test_a_list_of_replicas_states_is_refused(ranks: RankPool) -> None:
-    for said in ranks(4).run(listed_replicas):
-        assert "ranks that share a replica, which cannot be told apart in it: pass this rank's own" in said
+    words = "ranks that share a replica, which cannot be told apart in it: pass this rank's own"
+    assert words in message_of(lambda: run.handle.load_state_dict([own, own]))
 
 
 def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: Path) -> None:
@@ -215,7 +207,8 @@ def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: P
             torch.testing.assert_close(loaded[replica][name], saved[2 * replica][name])
 
 
-def saved_again(group: Group) -> list[Tensor]:
+@on_ranks(3)
+def test_what_was_loaded_may_be_saved_at_once(group: Group) -> None:
     """Copies of weights: as a run has them, and as another that loaded them, and then rejected what does not fit."""
     mesh = mesh_of(group, False)
     first = Run(mesh, COPIES)
@@ -226,10 +219,6 @@ def saved_again(group: Group) -> list[Tensor]:
     for wrong, words in (({"replicated": True}, "replicas"), ({"world": 7, "ranks": {}}, "needs what ranks")):
         assert words in message_of(lambda wrong=wrong: second.handle.load_state_dict({**state, **wrong}))
     states = [run.handle.state_dict()["replica"] for run in (first, second)]
-    return [torch.cat([whole(copy).view(-1) for copy in state.values()]) for state in states]
-
-
-def test_what_was_loaded_may_be_saved_at_once(ranks: RankPool) -> None:
-    for first, second in ranks(3).run(saved_again):
-        assert first.norm() > 0
-        assert torch.equal(first, second)
+    has, loaded = (torch.cat([whole(copy).view(-1) for copy in state.values()]) for state in states)
+    assert has.norm() > 0
+    assert torch.equal(has, loaded)

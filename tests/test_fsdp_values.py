@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cases import Range, by_turns, digest, seeded, thorough, worlds
+from cases import Range, by_turns, digest, on_ranks, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, draw, flat, learn, network, same_everywhere
 from thinwire import codec, compress_fsdp
@@ -302,13 +302,14 @@ def test_without_copies_the_error_stays_and_plain_bytes_are_those_of_any_codec(r
         assert other.plain[0] == 4 * rounded[0].numel  # a gather of two ranks
 
 
-def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
-    """What five forward passes saw, at one of which a weight of rank 0's was bad."""
+@by_turns("bad, at", [math.nan, math.inf], [0, 2])
+@on_ranks(2)
+def test_a_bad_weight_is_seen_and_not_kept(group: Group, bad: float, at: int) -> None:
+    """In one of five forward passes a weight of rank 0's is bad."""
     model = wrap(group, EVEN, reshard_after_forward=True)
     model(*draw(0, 0, EVEN))  # torch's own buffers, too, cannot begin in inference mode
     compress_fsdp(model, "none", "int4:block=40", replica=True, exempt="none")
     first = next(iter(model.parameters())).to_local().detach()
-    found = []
     for step in range(5):
         good = first[0, 0].item()
         with torch.inference_mode(step == 0), torch.no_grad():
@@ -316,33 +317,23 @@ def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
                 first[0, 0] = bad
             model(*draw(0, 0, EVEN))
             first[0, 0] = good
-        found.append(flat(model.seen))
-    return [*found, flat(whole(list(model.parameters())))]
+        seen = flat(model.seen)
+        assert bool(seen.isfinite().all()) == (step != at)
+        assert bool(seen[0].isfinite()) == (step != at)
+    assert off(seen, flat(whole(list(model.parameters())))) < 0.02
 
 
-@by_turns("bad, at", [math.nan, math.inf], [0, 2])
-def test_a_bad_weight_is_seen_and_not_kept(ranks: RankPool, bad: float, at: int) -> None:
-    for *seen, kept in ranks(2).run(break_weight, bad, at):
-        assert [bool(weights.isfinite().all()) for weights in seen] == [step != at for step in range(5)]
-        assert not seen[at][0].isfinite()
-        assert off(seen[-1], kept) < 0.02
-
-
-def larger(group: Group) -> list[int]:
-    """Bytes of weights in a forward pass, and in the backward pass, before which two ranks held all of them."""
+@on_ranks(4)
+def test_shards_of_another_size_are_gathered_as_they_are(group: Group) -> None:
+    """Before the backward pass two ranks hold all weights: what the forward pass had, rounded once."""
     model = wrap(group, EVEN, reshard_after_forward=2)
     handle = compress_fsdp(model, "none", "int8:block=128", exempt="none")
     loss = model(*draw(group.rank(), 0, EVEN))
     forward = handle.stats().bytes_sent
     loss.backward()
     gradients = 3 * NUMEL // 4 * 4
-    return [forward, handle.stats().bytes_sent - forward - gradients]
-
-
-def test_shards_of_another_size_are_gathered_as_they_are(ranks: RankPool) -> None:
-    """They hold what the forward pass had, rounded once."""
-    wires = [3 * codec("int8:block=128").wire_bytes(NUMEL // 4), NUMEL // 2 * 4]
-    assert ranks(4).run(larger) == [wires] * 4
+    assert forward == 3 * codec("int8:block=128").wire_bytes(NUMEL // 4)
+    assert handle.stats().bytes_sent - forward - gradients == NUMEL // 2 * 4
 
 
 # --- feedback ---------------------------------------------------------------------------------------------------------
@@ -396,8 +387,10 @@ def test_feedback_between_replicas(ranks: RankPool, feedback: str) -> None:
         assert held == 4 * NUMEL // 2 * (1 if feedback == "classic" else 2)  # of a shard
 
 
-def feedback_found(group: Group, gradients: str) -> tuple[str, list[str]]:
-    """By the optimizer, after two steps, and of which parameters; one is frozen."""
+@pytest.mark.parametrize("gradients", ["lloyd2", "auto:2.2"])
+@on_ranks(4)
+def test_frozen_parameters_are_not_waited_for_and_have_no_memory(group: Group, gradients: str) -> None:
+    """Feedback is found by the optimizer, after two steps, for all parameters but the frozen one."""
     model = Seeing(EVEN)
     first = next(iter(model.parameters()))
     first.requires_grad_(False)
@@ -409,13 +402,8 @@ def feedback_found(group: Group, gradients: str) -> tuple[str, list[str]]:
         optimizer.step()
     backward(model, draw(group.rank(), 2, EVEN))
     (own,) = handle.state_dict()["ranks"].values()
-    return handle.stats().feedback, sorted(own)
-
-
-def test_frozen_parameters_are_not_waited_for_and_have_no_memory(ranks: RankPool) -> None:
     names = sorted(name for name, _ in Seeing(EVEN).named_parameters())
-    for gradients in ("lloyd2", "auto:2.2"):
-        assert ranks(4).run(feedback_found, gradients) == [("classic", names[:1])] * 4
+    assert (handle.stats().feedback, sorted(own)) == ("classic", names[:1])
 
 
 @worlds(2, rare=[3, 4])
@@ -485,21 +473,16 @@ LEARNING: dict[str, Options | None] = {
 }
 
 
-def learned(group: Group) -> dict[str, tuple[float, float]]:
-    """Losses at first and at last."""
-    found = {}
+@on_ranks(2)
+def test_models_learn(group: Group) -> None:
+    plain = 0.0
     mesh = mesh_of(group.size())
     for name, options in LEARNING.items():
         model = fully_shard(network(), mesh=mesh)
         if options is not None:
             compress_fsdp(model, **options)
         losses = learn(model, torch.optim.SGD(model.parameters(), 0.06), group.rank(), range(20))
-        found[name] = sum(losses[:3]), sum(losses[-3:])
-    return found
-
-
-def test_models_learn(ranks: RankPool) -> None:
-    for losses in ranks(2).run(learned):
-        for name, (first, last) in losses.items():
-            assert last < 0.1 * first, name
-            assert last < 1.5 * losses["plain"][1] + 0.01 * first, name
+        first, last = sum(losses[:3]), sum(losses[-3:])
+        plain = plain or last
+        assert last < 0.1 * first, name
+        assert last < 1.5 * plain + 0.01 * first, name

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import on_ranks, seeded, thorough
+from cases import on_ranks, seeded
 from ranks import RankPool
 from thinwire import functional as F  # noqa: N812
 from thinwire.errors import CollectiveError
@@ -108,22 +108,21 @@ def close(y: Tensor, expected: Tensor) -> bool:
     return y.shape == expected.shape and bool(((y - expected).abs() <= expected.abs() * 3 * 2.0**-53).all())
 
 
-def values_are_those_of_torch_and_inputs_stay(group: Group) -> list[str]:
-    wrong = []
+@on_ranks(1, 2, 3)
+def test_values_are_those_of_torch_and_inputs_stay(group: Group) -> None:
     for name, verb in verbs(group, **NOTHING).items():
         x = torch.randint(-9, 10, shape_of(name, group), generator=seeded(group.rank())).double()
         before, y = x.clone(), verb(x)
-        if not close(y, expected(name, group.rank(), everyone(group, x))) or not y.is_contiguous():
-            wrong.append(f"{name} gave {y}")
+        assert close(y, expected(name, group.rank(), everyone(group, x))), name
+        assert y.is_contiguous(), name
         y.fill_(7)
-        if not torch.equal(x, before):
-            wrong.append(f"{name} changed its input")
-    return wrong
+        assert torch.equal(x, before), name
 
 
-def gradients_are_those_of_one_process_with_all_inputs(group: Group) -> list[str]:
+@on_ranks(1, 3, rare=[2])
+def test_gradients_are_those_of_one_process_with_all_inputs(group: Group) -> None:
     """Of what all ranks give, by what this rank brings; slopes are integers, so that only means are rounded."""
-    wrong, rank = [], group.rank()
+    rank = group.rank()
     for name, verb in verbs(group, **NOTHING).items():
         x = random_input(name, group, torch.float64).requires_grad_()
         inputs = [other.requires_grad_() for other in everyone(group, x.detach())]
@@ -133,9 +132,8 @@ def gradients_are_those_of_one_process_with_all_inputs(group: Group) -> list[str
         y.backward(slope)
         (wanted,) = torch.autograd.grad(outputs, inputs[rank], everyone(group, slope))
         assert x.grad is not None
-        if x.grad.shape != wanted.shape or ((x.grad - wanted).abs() > 9 * group.size() * 4 * 2.0**-53).any():
-            wrong.append(f"{name}: {x.grad} instead of {wanted}")
-    return wrong
+        assert x.grad.shape == wanted.shape, name
+        assert ((x.grad - wanted).abs() <= 9 * group.size() * 4 * 2.0**-53).all(), name
 
 
 @on_ranks(2)
@@ -157,9 +155,9 @@ def gradient(verb: Verb, x: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return y.detach(), x.grad, grad
 
 
-def each_direction_has_its_own_codec(group: Group) -> list[str]:
+@on_ranks(3, rare=[2])
+def test_each_direction_has_its_own_codec(group: Group) -> None:
     """Forward and backward each with int4 and exact: which of the two changes, and to what."""
-    wrong = []
     exact, lossy = ({"codec": codec, "algorithm": "compressed"} for codec in ("none", "int4"))
     for name in NAMES:
         x, seed = random_input(name, group), group.rank() + 50
@@ -173,11 +171,10 @@ def each_direction_has_its_own_codec(group: Group) -> list[str]:
         for (forth, back), (y, grad, _) in found.items():
             like_y = (plain if forth == "none" else alike)[0]
             like_grad = (plain if back == "none" else alike)[1]
-            if not (torch.equal(y, like_y) and torch.equal(grad, like_grad)):
-                wrong.append(f"{name}: {forth} forward, {back} backward")
-        if torch.equal(plain[0], alike[0]) or torch.equal(plain[1], alike[1]):
-            wrong.append(f"{name}: int4 changed nothing")
-    return wrong
+            assert torch.equal(y, like_y), f"{name}: {forth} forward, {back} backward"
+            assert torch.equal(grad, like_grad), f"{name}: {forth} forward, {back} backward"
+        assert not torch.equal(plain[0], alike[0]), name
+        assert not torch.equal(plain[1], alike[1]), name
 
 
 @on_ranks(3, rare=[2])
@@ -191,24 +188,19 @@ def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(group: G
     return bytes(grad.numpy())
 
 
-def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
-    """What is not as it should be for inputs of other dtypes, strides and needs."""
-    wrong = []
+@on_ranks(1, 2)
+def test_bfloat16_strides_and_no_gradient(group: Group) -> None:
     for name, verb in verbs(group, **LLOYD).items():
         x = random_input(name, group)
-        if verb(x).requires_grad:
-            wrong.append(f"{name}: requires a gradient nobody asked for")
+        assert not verb(x).requires_grad, name
         y, grad, _ = gradient(verb, x.bfloat16(), 1)
-        if (y.dtype, grad.dtype) != (torch.bfloat16,) * 2:
-            wrong.append(f"{name}: {y.dtype} and {grad.dtype} for bfloat16")
+        assert y.dtype == grad.dtype == torch.bfloat16, name
         strided = x.mT.contiguous().mT
-        if not torch.equal(verb(strided, step=5), verb(x, step=5)):
-            wrong.append(f"{name}: strides change the result")
+        assert torch.equal(verb(strided, step=5), verb(x, step=5)), name
         x.requires_grad_()
         verb(x).sum().backward()  # its gradient is an expanded scalar
-        if x.grad is None or not x.grad.isfinite().all():
-            wrong.append(f"{name}: gradient {x.grad}")
-    return wrong
+        assert x.grad is not None, name
+        assert x.grad.isfinite().all(), name
 
 
 @on_ranks(2, gives=[3.0, 3.0, 3.0, 1.0, 1.0])
@@ -281,61 +273,38 @@ def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
     return compiled_verb
 
 
-def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
-    wrong = []
+def compare_compiled(group: Group, backend: str, names: list[str]) -> None:
     for name in names:
         how = {"codec": SPELLED(thinwire.Lloyd(4)), "backward_codec": "int8", "algorithm": "compressed", "step": 0}
         verb, x = verbs(group, **how)[name], random_input(name, group)
         eager = gradient(lambda x, verb=verb: verb(x * 2) + 1, x, 3)
         traced = gradient(compiled(verb, backend), x, 3)
-        if not all(map(torch.equal, eager, traced)):
-            wrong.append(f"{name}: {eager} != {traced}")
-    return wrong
+        assert all(map(torch.equal, eager, traced)), name
 
 
-def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"]) == [[]] * 2
+@on_ranks(2)
+def test_compiled_is_eager_byte_for_byte(group: Group) -> None:
+    compare_compiled(group, "aot_eager", [*OPS, "all_to_all_single"])
 
 
 @pytest.mark.thorough  # it compiles for ten seconds
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@on_ranks(1, gives=[])
-def test_inductor_is_eager_byte_for_byte(group: Group) -> list[str]:
+@on_ranks(1)
+def test_inductor_is_eager_byte_for_byte(group: Group) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports
-        return compare_compiled(group, "inductor", ["all_reduce"])
+        compare_compiled(group, "inductor", ["all_reduce"])
 
 
-def compiled_with_meshes_ops_and_codec_objects(group: Group) -> list[str]:
+@on_ranks(2)
+def test_compiled_with_meshes_ops_and_codec_objects(group: Group) -> None:
     mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("all",))
     mixed = thinwire.BySize(thinwire.Cast("bf16"), thinwire.BlockInt(4), min_numel=2)
-    wrong, block = [], thinwire.BlockInt(4, 64)
+    block = thinwire.BlockInt(4, 64)
     for how in ({"group": mesh}, {"codec": SPELLED(mixed)}, {"op": AVG}, {"codec": SPELLED(block)}):
         x = torch.randn(9, generator=seeded(group.rank()))
         verb = partial(F.all_reduce, **how)
-        if not torch.equal(compiled(verb)(x), verb(x * 2) + 1):
-            wrong.append(str(how))
-    return wrong
-
-
-CHECKS = {  # each says what is wrong, and runs in these worlds
-    values_are_those_of_torch_and_inputs_stay: (1, 2, 3),
-    gradients_are_those_of_one_process_with_all_inputs: (1, 3),
-    each_direction_has_its_own_codec: (3,),
-    bfloat16_strides_and_no_gradient: (1, 2),
-    compiled_with_meshes_ops_and_codec_objects: (2,),
-}
-
-
-@pytest.mark.parametrize(
-    ("check", "world"),
-    [
-        *((check, world) for check, worlds in CHECKS.items() for world in worlds),
-        *thorough((gradients_are_those_of_one_process_with_all_inputs, 2), (each_direction_has_its_own_codec, 2)),
-    ],
-)
-def test_that(ranks: RankPool, check: Callable[[Group], list[str]], world: int) -> None:
-    assert ranks(world).run(check) == [[]] * world
+        assert torch.equal(compiled(verb)(x), verb(x * 2) + 1), how
 
 
 @on_ranks(2)

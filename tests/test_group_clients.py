@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import seeded
+from cases import on_ranks, seeded
 from ranks import RankPool
 from thinwire.collectives import groups, traffic
 from thinwire.group.rules import OPERATIONS
@@ -239,7 +239,8 @@ def test_clients_run_unmodified(ranks: RankPool, client: Client, rules: str) -> 
         ranks(3 if client is not tensor_parallel else 4).run(on_gloo, client, rules)
 
 
-def defaults(group: Any) -> None:
+@on_ranks(2)
+def test_the_default_rules_leave_weights_and_checkpoints_exact(group: Any) -> None:
     """Under the default rules weights, checkpoints and first broadcasts are exact."""
     mine: Any = dist.new_group(backend="cpu:thinwire")
     saved(mine, CPU)
@@ -248,7 +249,3 @@ def defaults(group: Any) -> None:
     assert all(map(torch.equal, [whole(parameter) for parameter in model.parameters()], expected))
     assert traffic(mine).sent == 0
     assert groups.resolve(mine) is mine.inner
-
-
-def test_the_default_rules_leave_weights_and_checkpoints_exact(ranks: RankPool) -> None:
-    ranks(2).run(defaults)

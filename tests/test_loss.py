@@ -1,6 +1,5 @@
 """The loss study: replicas that read what ranks read, runs that resume, pairs and their verdicts."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -222,21 +221,3 @@ def test_verdicts(gaps: tuple[float, ...], said: str) -> None:
     plain = {seed: 2.0 + seed for seed in range(len(gaps))}
     found = pairs.difference({seed: plain[seed] + gap for seed, gap in enumerate(gaps)}, plain)
     assert said in pairs.verdict("lloyd4", found, -0.1)
-
-
-def test_the_curve_pairs_seeds_and_takes_tokens_from_shorter_runs(tmp_path: Path) -> None:
-    def one(arm: str, seed: int, loss: float, steps: int = 1000) -> dict[str, Any]:
-        shared = {"size": "25m", "optimizer": "adamw", "world": 8, "text": "t", "bits": 4.1, "weights": 1, "tokens": 1}
-        return {**shared, "arm": arm, "seed": seed, "val_loss": loss, "steps": steps, "step_ms": 1.0,
-                "device": "d", "torch": "t", "commit": "c"}  # fmt: skip
-
-    found = [one("fp32", seed, 0.7 + seed) for seed in (1, 2)]
-    found += [one("lloyd4", seed, 0.7 + seed + gap) for seed, gap in ((1, 0.01), (2, 0.03), (3, 5.0))]
-    found += [one("fp32", 1, 1.7 + 0.02, steps=500), {**one("fp32", 1, 9.0), "text": "another"}]
-    path = tmp_path / "runs.jsonl"
-    path.write_text("".join(json.dumps(run) + "\n" for run in found))
-    rows = {row["arm"]: row for row in curve.rows_of(curve.groups(runs.read(path))[0])}
-    assert rows["lloyd4"]["delta_nats"] == pytest.approx(0.02)
-    assert rows["lloyd4"]["seeds"] == 2
-    assert rows["lloyd4"]["tokens_more_percent"] == pytest.approx(100)  # 0.02 nats are one doubling
-    assert len(curve.recorded(found).rows) == 3

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import by_turns
+from cases import by_turns, on_ranks
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, batch, draw, flat, message_of, network, same_everywhere, wrap
+from replicas import SHAPES, Given, Group, batch, draw, flat, network, same_everywhere, wrap
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.integrations.choice.options import DDPOptions
@@ -118,21 +118,24 @@ def test_replicas_of_shards_decide_together(ranks: RankPool) -> None:
 # --- around it --------------------------------------------------------------------------------------------------------
 
 
-def join_late(group: Group) -> str:
+@on_ranks(2)
+def test_raise_holds_under_join(group: Group) -> None:
     """Rank 0 has no data any more when rank 1 meets a NaN."""
     model = wrap(network(), group)
     compress_ddp(model, "int8", on_nonfinite="raise")
-    try:
+
+    def train() -> None:
         with Join([model]):
             for step in range(1 + group.rank()):
                 x, y = batch(group.rank(), step)
                 ((model(x) - y).square().mean() * (math.nan if step else 1.0)).backward()
-    except NonfiniteError as error:
-        return str(error)
-    return "nothing"
+
+    with pytest.raises(NonfiniteError, match=r"^step 1: the gradient of 4\.bias on rank 1 holds NaN or Inf"):
+        train()
 
 
-def refused(group: Group) -> None:
+@on_ranks(2)
+def test_models_of_several_meshes_cannot_raise(group: Group) -> None:
     """Models whose ranks do not all look at the same parameters."""
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((2, 1), (1, 2))]
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -143,7 +146,8 @@ def refused(group: Group) -> None:
     compress_fsdp(net, on_nonfinite="propagate").close()
 
 
-def alone(group: Group) -> None:
+@on_ranks(1)
+def test_one_rank_raises_too(group: Group) -> None:
     """One rank has nothing to send, and looks all the same."""
     model, _ = made(group, "plain", {"on_nonfinite": "raise"})
     with pytest.raises(NonfiniteError, match="step 0: the gradient of"):
@@ -152,28 +156,19 @@ def alone(group: Group) -> None:
     model(*draw(0)).backward()
 
 
-def apart(group: Group) -> str:
-    """What the ranks of a smaller group raise of one of them."""
+@on_ranks(3)
+def test_ranks_of_a_smaller_group_are_those_of_the_world(group: Group) -> None:
     member = dist.new_group([1, 2])
     if group.rank() == 0:
-        return ""
+        return
     model = DistributedDataParallel(nn.Linear(30, 40), process_group=member)
     compress_ddp(model, on_nonfinite="raise")
     x = torch.full((2, 30), math.nan if group.rank() == 2 else 1.0)
-    return message_of(lambda: model(x).sum().backward())
+    with pytest.raises(NonfiniteError, match="on rank 2 holds NaN"):
+        model(x).sum().backward()
 
 
-def test_ranks_of_a_smaller_group_are_those_of_the_world(ranks: RankPool) -> None:
-    for message in ranks(3).run(apart)[1:]:
-        assert "on rank 2 holds NaN" in message
-
-
-def test_raise_holds_at_the_edges(ranks: RankPool) -> None:
-    told = ranks(2).run(join_late)
-    assert told[0] == told[1]
-    assert told[0].startswith("step 1: the gradient of 4.bias on rank 1 holds NaN or Inf")
-    ranks(2).run(refused)
-    ranks(1).run(alone)
+def test_what_it_may_be_is_said() -> None:
     with pytest.raises(CodecError, match="on_nonfinite must be one of propagate, raise, got 'skip'"):
         DDPOptions(on_nonfinite="skip")  # type: ignore[arg-type]
 
