@@ -136,26 +136,24 @@ WAYS: dict[str, Options] = {
 }
 
 
-def both(group: Group, accelerator: Options) -> list[Found]:
+@pytest.mark.parametrize(("way", "world"), [("accumulated", 2), ("compiled", 2), *thorough(("accumulated in bf16", 2))])
+@on_ranks()
+def test_a_prepared_model_is_compressed(group: Group, way: str) -> None:
     """Four steps of AdamW, and one of SGD: without thinwire, and with what rounds nothing or int8."""
+    accelerator = WAYS[way]
     runs = [
         Run(None, accelerator),
         Run({"codec": "none"}, accelerator),
         Run(None, {**accelerator, "dynamo_backend": "no"}, optimizer="sgd", steps=1, watched=True),
         Run({}, accelerator, optimizer="sgd", steps=1),
     ]
-    return [train(group, run) for run in runs]
-
-
-@pytest.mark.parametrize(("way", "world"), [("accumulated", 2), ("compiled", 2), *thorough(("accumulated in bf16", 2))])
-def test_a_prepared_model_is_compressed(ranks: RankPool, way: str, world: int) -> None:
-    for plain, none, exact, int8 in ranks(world).run(both, WAYS[way]):
-        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-        assert none.stats.steps == 4
-        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-        assert int8.stats.steps == 1
-        assert int8.stats.bytes_sent < 0.31 * int8.stats.bytes_plain
-        assert (int8.graphs > 0) == (way == "compiled")
+    plain, none, exact, int8 = (train(group, run) for run in runs)
+    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+    assert none.stats.steps == 4
+    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    assert int8.stats.steps == 1
+    assert int8.stats.bytes_sent < 0.31 * int8.stats.bytes_plain
+    assert (int8.graphs > 0) == (way == "compiled")
 
 
 REMEMBERED: dict[str, Run] = {
@@ -200,24 +198,23 @@ def test_load_state_goes_on_with_fewer_ranks(ranks: RankPool) -> None:
     assert [found.stats.steps for found in later] == [4, 4]
 
 
-def nodes(group: Group, run: Run, folder: str) -> tuple[Found, Found]:
+@on_ranks(2)
+def test_nodes_without_a_common_disk_are_resumed(group: Group, tmp_path: Path) -> None:
     """Each rank is a node of its own, and saves in a folder that the other does not see."""
     from accelerate.utils import ProjectConfiguration
 
-    alone = run._replace(accelerator={"project_config": ProjectConfiguration(save_on_each_node=True)}, steps=6)
-    kept = f"{folder}/{group.rank()}"
+    alone = CLASSIC._replace(accelerator={"project_config": ProjectConfiguration(save_on_each_node=True)}, steps=6)
+    kept = str(tmp_path / str(group.rank()))
     whole = train(group, alone._replace(save=(kept, 3)), 0)
-    return whole, train(group, alone._replace(resume=(kept, 3)), 0)
+    resumed = train(group, alone._replace(resume=(kept, 3)), 0)
+    assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
 
 
-def test_nodes_without_a_common_disk_are_resumed(ranks: RankPool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for whole, resumed in ranks(2).run(nodes, CLASSIC, folder):
-            assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
-
-
-def sharded(group: Group, accelerator: Options) -> list[Found]:
+@pytest.mark.parametrize("way", ["accumulated", *thorough("compiled")])
+@on_ranks(2)
+def test_a_model_of_the_fsdp_plugin_is_compressed(group: Group, way: str) -> None:
     """FSDP2 without thinwire, and with it; one step of SGD, in DDP and in FSDP2."""
+    accelerator = WAYS[way]
     step = Run(None, {**accelerator, "dynamo_backend": "no"}, optimizer="sgd", steps=1)
     runs = [
         Run(None, accelerator, sharded=True),
@@ -226,18 +223,13 @@ def sharded(group: Group, accelerator: Options) -> list[Found]:
         step._replace(watched=True),
         step._replace(options={}, sharded=True),
     ]
-    return [train(group, run) for run in runs]
-
-
-@pytest.mark.parametrize("way", ["accumulated", *thorough("compiled")])
-def test_a_model_of_the_fsdp_plugin_is_compressed(ranks: RankPool, way: str) -> None:
-    for plain, none, rounded, exact, int8 in ranks(2).run(sharded, WAYS[way]):
-        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-        assert rounded.stats.codec == "int8, weights int8"
-        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-        assert rounded.stats.bytes_sent < 0.31 * rounded.stats.bytes_plain
-        assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.69
-        assert (rounded.graphs > 0) == (way == "compiled")
+    plain, none, rounded, exact, int8 = (train(group, run) for run in runs)
+    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+    assert rounded.stats.codec == "int8, weights int8"
+    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    assert rounded.stats.bytes_sent < 0.31 * rounded.stats.bytes_plain
+    assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.69
+    assert (rounded.graphs > 0) == (way == "compiled")
 
 
 @on_ranks(2)

@@ -110,18 +110,9 @@ def test_nccl_sums_in_a_tree_where_that_is_sooner() -> None:
     assert Cluster(64, 8, slow, fast).ring_s == pytest.approx(7 * 1e-5 + 56 * 3e-6)
 
 
-@pytest.mark.parametrize(
-    ("shown", "text"),
-    [
-        (units.amount(124_475_904), "124 M"),
-        (units.duration(1.2), "1.2 s"),
-        (units.nbytes(20), "20 B"),
-        (units.nbytes(2e19), "20,000,000 TB"),
-        (units.bits(25e9 / 8), "25 Gbit/s"),
-    ],
-)
-def test_quantities_are_shown_with_units(shown: str, text: str) -> None:
-    assert shown == text
+def test_quantities_are_shown_with_units() -> None:
+    shown = [units.amount(124_475_904), units.duration(1.2), units.nbytes(20), units.nbytes(2e19), units.bits(25e9 / 8)]
+    assert shown == ["124 M", "1.2 s", "20 B", "20,000,000 TB", "25 Gbit/s"]
 
 
 # --- the formula and the records --------------------------------------------------------------------------------------
@@ -172,17 +163,6 @@ def test_where_compression_lost_it_is_predicted_to_lose() -> None:
     found = [(item, plain) for item, plain in speedups(MEASURED) if "on 1 hosts" in item.what]
     assert len(found) == 10
     assert all(item.measured_s > plain.measured_s and item.predicted_s > plain.predicted_s for item, plain in found)
-
-
-def test_the_comparison_notices_wrong_machines_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    def notices(cpu: Machine, gpu: Machine) -> bool:
-        return any(abs(item.off) > WITHIN[kind_of(item)] for item in everything(cpu, gpu))
-
-    assert notices(replace(RECORDED_ON, byte_s=20e-9), GPU)
-    assert notices(replace(RECORDED_ON, codecs={}, copy_s=1e-8), GPU)
-    assert notices(RECORDED_ON, replace(GPU, sum_s=4e-3))
-    monkeypatch.setattr(clusters, "PAYLOAD", 0.7 * PAYLOAD)
-    assert notices(RECORDED_ON, GPU)
 
 
 def test_bytes_are_those_that_were_sent() -> None:

@@ -508,7 +508,6 @@ def test_a_pickled_state_goes_on(group: Group, how: str, named: bool) -> None:
 
 @on_ranks(2)
 def test_a_pickled_state_of_another_model_is_refused(group: Group) -> None:
-    """A pickled state on a model of other shapes."""
     model = wrap(Given(), group)
     state = thinwire.DDPState(group, **CLASSIC, model=model.module)
     model.register_comm_hook(state, thinwire.ddp_hook)

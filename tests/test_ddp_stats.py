@@ -105,7 +105,6 @@ def test_residuals_take_what_their_dtype_takes(ranks: RankPool, dtype: torch.dty
 @pytest.mark.parametrize(("world", "algorithm"), [(2, "one_shot"), (2, "two_phase"), (3, "two_phase")])
 @on_ranks()
 def test_scratch_is_a_wire_and_two_chunks(group: Group, algorithm: str) -> None:
-    """A wire of the message and two of a chunk, or what one chunk needs."""
     for name in ("int8", "lloyd2"):
         numel, coder, own = 300_000, codec(name), dist.new_group()
         model = wrap(Given({"w": (numel,)}), own, 1024.0 * 100)

@@ -522,7 +522,6 @@ def test_a_layer_that_is_unfrozen_under_way_raises(group: Group) -> None:
 
 @on_ranks(2)
 def test_a_layer_that_is_frozen_under_way_raises_before_its_momentum_moves_it(group: Group) -> None:
-    """A layer that learned is frozen in the middle of a round."""
     model = network()
     first = next(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

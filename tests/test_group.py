@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import digest, seeded
+from cases import digest, on_ranks, seeded
 from ranks import RankPool
 from thinwire.collectives import groups, traffic
 from thinwire.errors import CodecError, CollectiveError, DisagreementError, PeerError
@@ -179,7 +179,8 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def exact(group: Group) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_what_has_no_rule_has_the_bits_of_gloo(group: Group) -> None:
     """Small calls under the default rules, and other dtypes under any: the bits of gloo."""
     default, everything = made(), made(ALL)
     for dtype in (*FLOATS, *EXACT):
@@ -242,11 +243,6 @@ def compressed(
     return [digest(found[name].cpu()) for name in ("all_reduce RedOpType.SUM", "all_gather_single", "broadcast")]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_what_has_no_rule_has_the_bits_of_gloo(ranks: RankPool, world: int) -> None:
-    ranks(world).run(exact)
-
-
 @pytest.mark.parametrize(
     ("world", "codec", "dtype"),
     [(2, "int8", torch.float32), (3, "int8", torch.bfloat16), (4, "int4", torch.float32), (2, "e4m3", torch.float16)],
@@ -266,7 +262,8 @@ def test_every_call_of_torch_is_defined() -> None:
 # --- works, windows, lists, ends --------------------------------------------------------------------------------------
 
 
-def works(group: Group) -> None:
+@on_ranks(2, 3)
+def test_works_windows_subgroups_and_ends(group: Group) -> None:
     rank, world = group.rank(), group.size()
     mine = made(ALL)
     x = torch.ones(MANY)
@@ -309,7 +306,8 @@ def works(group: Group) -> None:
     assert mine.name() == "thinwire"
 
 
-def twice(group: Group) -> None:
+@on_ranks(2, 3)
+def test_nothing_is_compressed_twice(group: Group) -> None:
     """thinwire's verbs, and compress_ddp, run on the inner group: nothing is compressed twice."""
     mine = made("all_reduce=int4")
     x = numbers(group.rank(), MANY)
@@ -328,7 +326,9 @@ def twice(group: Group) -> None:
     assert [getattr(group, "inner", group), mine.inner] == [groups.resolve(one) for one in (group, mine)]
 
 
-def splits(group: Group) -> None:
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch splits groups of the CPU since 2.15")
+@on_ranks(3)
+def test_a_group_splits_into_groups_that_compress(group: Group) -> None:
     mine = made("all_reduce=int8")
     found: Any = dist.split_group(mine, [[0], [1, 2]])
     assert isinstance(found, ThinwireGroup)
@@ -340,7 +340,8 @@ def splits(group: Group) -> None:
     dist.destroy_process_group(found)
 
 
-def debugged(group: Group) -> None:
+@on_ranks(2)
+def test_torchs_debug_level_is_served(group: Group) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         mine = made("all_reduce=int8")
@@ -353,7 +354,8 @@ def debugged(group: Group) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def in_a_fork(group: Group) -> str:
+@on_ranks(2)
+def test_a_fork_is_told(group: Group) -> None:
     mine = made(ALL)
     dist.all_reduce(torch.ones(10), group=mine)
     reading, writing = os.pipe()
@@ -368,28 +370,7 @@ def in_a_fork(group: Group) -> str:
         os._exit(0)
     os.waitpid(pid, 0)
     dist.all_reduce(torch.ones(10), group=mine)  # the parent goes on
-    return os.read(reading, 500).decode()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_works_windows_subgroups_and_ends(ranks: RankPool, world: int) -> None:
-    ranks(world).run(works)
-
-
-def test_nothing_is_compressed_twice(ranks: RankPool) -> None:
-    ranks(2).run(twice)
-    ranks(3).run(twice)
-
-
-def test_debug_level_and_fork(ranks: RankPool) -> None:
-    ranks(2).run(debugged)
-    for said in ranks(2).run(in_a_fork):
-        assert "this process was forked from one that has the group" in said
-
-
-@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch splits groups of the CPU since 2.15")
-def test_a_group_splits_into_groups_that_compress(ranks: RankPool) -> None:
-    ranks(3).run(splits)
+    assert "this process was forked from one that has the group" in os.read(reading, 500).decode()
 
 
 SOON = timedelta(seconds=1.5)

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,22 +116,19 @@ WAYS: dict[str, Mapping[str, Any]] = {
 STEP = {"optim": "sgd", "learning_rate": RATE, "max_steps": 1, "max_grad_norm": 0.0}
 
 
-def train_all(group: Group, runs: Sequence[Run]) -> list[Found]:
-    return [train(group, run) for run in runs]
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer_s_model_is_compressed(ranks: RankPool, way: str) -> None:
+@on_ranks(2)
+def test_a_trainer_s_model_is_compressed(group: Group, way: str) -> None:
     """Four clipped steps of AdamW, and one of SGD: without thinwire, and with what rounds nothing or int8."""
     args = WAYS[way]
     step = {**args, **STEP}
     runs = [Run(None, args), Run({"codec": "none"}, args), Run(None, step, watched=True), Run({}, step)]
-    for plain, none, exact, int8 in ranks(2).run(train_all, runs):
-        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-        assert none.stats.steps == 4
-        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-        assert int8.stats.steps == 1
-        assert int8.stats.bytes_sent < 0.3 * int8.stats.bytes_plain
+    plain, none, exact, int8 = (train(group, run) for run in runs)
+    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+    assert none.stats.steps == 4
+    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    assert int8.stats.steps == 1
+    assert int8.stats.bytes_sent < 0.3 * int8.stats.bytes_plain
 
 
 def test_stats_are_in_the_trainer_s_logs(ranks: RankPool) -> None:
@@ -235,7 +232,8 @@ def test_a_run_that_was_not_compressed_goes_on_compressed(ranks: RankPool) -> No
             assert found.stats.bytes_sent > 0
 
 
-def test_a_sharded_model_is_compressed(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_sharded_model_is_compressed(group: Group) -> None:
     """FSDP2 without thinwire, and with it; one step of SGD, in DDP and in FSDP2."""
     several = {**FSDP, **ACCUMULATED}
     runs = [
@@ -244,10 +242,10 @@ def test_a_sharded_model_is_compressed(ranks: RankPool) -> None:
         Run(None, STEP, watched=True),
         Run({}, {**STEP, **FSDP}, sharded=True),
     ]
-    for plain, none, exact, int8 in ranks(2).run(train_all, runs):
-        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-        assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.7
+    plain, none, exact, int8 = (train(group, run) for run in runs)
+    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.7
 
 
 @on_ranks(1)

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cases
-from ranks import RankPool
 from thinwire import CollectiveError, WeightPublisher, WeightSubscriber, WireError
 from thinwire.integrations import weights
 
@@ -314,7 +313,8 @@ def test_files_are_there_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def send_to_workers(group: dist.ProcessGroup, rounds: int) -> list[Tensor]:
+@cases.on_ranks(2, 3)
+def test_a_group_of_workers(group: dist.ProcessGroup) -> str:
     """Rank 0 trains, a DDP model as it is; the others follow."""
     model = net(dist.get_rank(group))
     if dist.get_rank(group) == 0:
@@ -324,21 +324,14 @@ def send_to_workers(group: dist.ProcessGroup, rounds: int) -> list[Tensor]:
     else:
         dist.new_group([0])
         subscriber = WeightSubscriber(model)
-    for seed in range(rounds):
+    for seed in range(3):
         if dist.get_rank(group) == 0:
             publisher.publish(group=group)
-            if seed + 1 < rounds:
+            if seed < 2:
                 train(trainer, seed=seed)
         else:
             assert subscriber.receive(group) == seed + 1
-    return [value.float() for value in model.state_dict().values()]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_group_of_workers(ranks: RankPool, world: int) -> None:
-    first, *others = ranks(world).run(send_to_workers, 3)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    return cases.digest(*model.state_dict().values())
 
 
 class Blocks(nn.Module):
@@ -363,7 +356,12 @@ def shard(model: nn.Module, mesh_shape: tuple[int, ...], columns: bool) -> nn.Mo
     return fully_shard(model, mesh=mesh, shard_placement_fn=place)
 
 
-def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], columns: bool, folder: str) -> list[object]:
+@pytest.mark.parametrize(("world", "mesh_shape", "columns"), [(2, (2,), False), (3, (3,), True), (4, (2, 2), False)])
+@cases.on_ranks()
+def test_shards_are_published_where_they_are(
+    group: dist.ProcessGroup, mesh_shape: tuple[int, ...], columns: bool, tmp_path: Path
+) -> None:
+    """No rank sends more than its shards, and none gathers the model."""
     torch.manual_seed(0)
     model = Blocks()
     whole = copy.deepcopy(model)
@@ -375,7 +373,7 @@ def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], column
     subscriber = WeightSubscriber(worker)
     sizes = []
     for seed in range(3):
-        file = Path(folder) / f"of rank {group.rank()}"
+        file = tmp_path / f"of rank {group.rank()}"
         update = publisher.publish(group=group, to=file)
         written = [one for part in range(mesh_shape[-1]) if (one := Path(f"{file}.{part}")).exists()]
         assert [one.read_bytes() for one in written] == [update] * publisher._part.is_sent  # of one replica alone
@@ -394,17 +392,7 @@ def publish_shards(group: dist.ProcessGroup, mesh_shape: tuple[int, ...], column
     if shards > 1:
         with pytest.raises(WireError, match=rf"has {shards} parts, got 0: pass the parts of all ranks"):
             subscriber.apply(publisher.snapshot() if publisher._part.number == 0 else parts[0])
-    return sizes
-
-
-@pytest.mark.parametrize(("world", "mesh_shape", "columns"), [(2, (2,), False), (3, (3,), True), (4, (2, 2), False)])
-def test_shards_are_published_where_they_are(
-    ranks: RankPool, world: int, mesh_shape: tuple[int, ...], columns: bool, tmp_path: Path
-) -> None:
-    """No rank sends more than its shards, and none gathers the model."""
-    sizes = ranks(world).run(publish_shards, mesh_shape, columns, str(tmp_path))
-    whole = sum(p.numel() for p in Blocks().parameters()) * 2
-    assert all(first < whole / mesh_shape[-1] + 1500 for first, *_ in sizes)
+    assert sizes[0] < 2 * sum(p.numel() for p in Blocks().parameters()) / mesh_shape[-1] + 1500
 
 
 @cases.on_ranks(2)
