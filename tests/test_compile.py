@@ -60,18 +60,13 @@ def trained(group: Group, make: Callable[[nn.Module], nn.Module]) -> tuple[Tenso
 )
 @on_ranks(2)
 def test_a_compiled_model_is_compressed(group: Group, backend: str, names: list[str], bound: float) -> None:
-    """By the name of an order: graphs, times fewer bytes, and how far parameters are from the uncompiled model's."""
     expected, _ = trained(group, DistributedDataParallel)
-    found = {}
     for name in names:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(backend)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own
             got, ratio = trained(group, functools.partial(ORDERS[name], counter))
-        found[name] = counter.frame_count, ratio, float((got - expected).abs().max())
-    assert found.keys() == set(names)
-    for name, (graphs, ratio, distance) in found.items():
-        assert graphs > 0, name
+        assert counter.frame_count > 0, name
         assert ratio > 3.5, name
-        assert distance <= bound, name
+        assert (got - expected).abs().max() <= bound, name

@@ -703,10 +703,11 @@ def test_weights_of_few_bits_without_a_copy_warn(group: Group) -> None:
         assert all("weights='int4" in text and "replica=True" in text for text in said)
 
 
-def announced(group: Group, replicas: bool = False) -> tuple[str, str, list[bool]]:
-    """What is said where numbers travel as they are, and whether results are those of plain FSDP2."""
+@pytest.mark.parametrize(("world", "replicas"), [(2, False), (4, True)])
+@on_ranks()
+def test_what_travels_as_it_is_is_announced_once(group: Group, replicas: bool) -> None:
+    """The first rank says where numbers travel as they are; gradients are then those of plain FSDP2."""
     said = []
-    same = []
     mesh = grid(group, "replicas", "shards") if replicas else line(group)
     for kind in ("weights", "gradients"):
         plain, mixed = (shard(_typed(kind), mesh) for _ in range(2))
@@ -717,8 +718,10 @@ def announced(group: Group, replicas: bool = False) -> tuple[str, str, list[bool
         said.append(out.getvalue())
         assert kind == "weights" or handle.stats().bytes_sent == handle.stats().bytes_plain > 0
         wanted = train(plain, group, range(3))
-        same.append(digest(*found) == digest(*wanted) if kind == "gradients" else digest(*found) != digest(*wanted))
-    return said[0], said[1], same
+        assert (digest(*found) == digest(*wanted)) == (kind == "gradients")
+    line_of = "weights of fp64, of several dtypes or of integers are not compressed"
+    assert said[0] == ("" if group.rank() else f"thinwire: compress_fsdp: {line_of}\n")
+    assert said[1].count("compress_fsdp: gradients of torch.float64 are not compressed\n") == (group.rank() == 0)
 
 
 def _typed(kind: str) -> Net:
@@ -728,12 +731,3 @@ def _typed(kind: str) -> Net:
         return net.double()
     net.spare = nn.Parameter(net.spare.detach().bfloat16(), requires_grad=False)
     return net
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_what_travels_as_it_is_is_announced_once(ranks: RankPool, replicas: bool) -> None:
-    for rank, (weights, gradients, same) in enumerate(ranks(4 if replicas else 2).run(announced, replicas)):
-        line_of = "weights of fp64, of several dtypes or of integers are not compressed"
-        assert weights == (f"thinwire: compress_fsdp: {line_of}\n" if rank == 0 else "")
-        assert gradients.count("compress_fsdp: gradients of torch.float64 are not compressed\n") == (rank == 0)
-        assert same == [True, True]

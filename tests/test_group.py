@@ -83,8 +83,8 @@ def test_wrong_rules_are_refused(text: str, said: str) -> None:
         thinwire.GroupOptions(text)
 
 
-def inherits(group: Group) -> list[str]:
-    """The rules of groups made in several ways."""
+@on_ranks(2)
+def test_rules_come_from_options_environment_or_defaults(group: Group) -> None:
     os.environ["THINWIRE_RULES"] = "all_reduce=int4"
     try:
         by_environment: Any = dist.new_group(backend="cpu:thinwire")
@@ -98,24 +98,18 @@ def inherits(group: Group) -> list[str]:
     of_mesh: Any = mesh.get_group("b")
     assert not isinstance(mesh.get_group("a"), ThinwireGroup)
     assert type(both.inner) is dist.ProcessGroup
-    return [str(one.rules) for one in (by_environment, both, default, of_mesh)]
+    found = [str(one.rules) for one in (by_environment, both, default, of_mesh)]
+    assert found == ["all_reduce=int4@1", "send=int8@1", str(GroupRules(DEFAULT_RULES)), str(GroupRules(ALL))]
 
 
-def disagrees(group: Group) -> str:
+@on_ranks(3)
+def test_rules_are_compared(group: Group) -> str:
     with pytest.raises(DisagreementError) as caught:
         made("all_reduce=int8" if group.rank() else "all_reduce=int4")
     with pytest.raises(CollectiveError, match=r"must be thinwire.GroupOptions, got Options"):
         dist.new_group(backend="cpu:thinwire", pg_options=type(thinwire.GroupOptions()).__base__("gloo"))
+    assert "rank 0 called a group with the rules all_reduce=int4@1; ranks 1, 2 called" in str(caught.value)
     return str(caught.value)
-
-
-def test_rules_come_from_options_environment_or_defaults_and_are_compared(ranks: RankPool) -> None:
-    everything = str(GroupRules(ALL))
-    for found in ranks(2).run(inherits):
-        assert found == ["all_reduce=int4@1", "send=int8@1", str(GroupRules(DEFAULT_RULES)), everything]
-    first, second = ranks(3).run(disagrees)[:2]
-    assert first == second
-    assert "rank 0 called a group with the rules all_reduce=int4@1; ranks 1, 2 called" in first
 
 
 # --- every operation and dtype ----------------------------------------------------------------------------------------
