@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import thinwire
 from benchmarks import simulated
 from benchmarks.loss import arms, curve, runs, sites, task
-from ranks import RankPool
+from cases import on_ranks
 from replicas import Group, draw
 from thinwire.errors import RecordError
 from thinwire.integrations.choice import Chooser
@@ -33,47 +33,28 @@ class Weights(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
-def averaged_by_ranks(group: Group, options: DDPOptions) -> list[Tensor]:
-    """What a rank of DDP reads at every step."""
-    names = ParameterNames()
-    names.take(Weights())
-    sync = GradientSync(options, Chooser(options, names))
-    found = []
-    for step in range(STEPS):
-        row = torch.cat([part.view(-1) for part in draw(group.rank(), step, SHAPES)])
-        sync.begin_step(group, step, row.device)
-        sync.average(gradients_in(row, tuple(SHAPES), [torch.Size(s) for s in SHAPES.values()]), row).wait()
-        found.append(row)
-    return found
-
-
 @pytest.mark.parametrize(
     ("codec", "feedback"),
     [("lloyd2", "ef21"), ("lloyd2", "classic"), ("trellis2", "none")],
 )
-def test_replicas_read_the_bits_that_ranks_read(ranks: RankPool, codec: str, feedback: Any) -> None:
+@on_ranks(3)
+def test_replicas_read_the_bits_that_ranks_read(group: Group, codec: str, feedback: Any) -> None:
+    """At every step of DDP."""
     options = DDPOptions(codec, feedback=feedback, optimizer="adaptive", measure_every=0)
-    expected = ranks(3).run(averaged_by_ranks, options)[0]
+    names = ParameterNames()
+    names.take(Weights())
+    sync = GradientSync(options, Chooser(options, names))
     averager = simulated.ReplicaAverager(Weights(), options, 3)
     rows_WN = averager.new_rows()
     for step in range(STEPS):
         for rank, row in enumerate(rows_WN):
             torch.cat([part.view(-1) for part in draw(rank, step, SHAPES)], out=row)
+        own = rows_WN[group.rank()].clone()
+        sync.begin_step(group, step, own.device)
+        sync.average(gradients_in(own, tuple(SHAPES), [torch.Size(s) for s in SHAPES.values()]), own).wait()
         averager.average(rows_WN, step)
-        assert torch.equal(rows_WN[0], expected[step])
+        assert torch.equal(rows_WN[0], own)
     assert averager.feedback == feedback
-
-
-def outer_of_ranks(group: Group, codec: str) -> list[Tensor]:
-    """The outer parameters of DiLoCo after every round."""
-    model = Weights()
-    diloco = thinwire.DiLoCo(model, None, every=1, codec=codec)
-    found = []
-    for step in range(STEPS):
-        learn(model, group.rank(), step)
-        diloco.step()
-        found.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
-    return found
 
 
 def learn(model: nn.Module, rank: int, step: int) -> None:
@@ -82,35 +63,21 @@ def learn(model: nn.Module, rank: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "topk"])
-def test_sites_average_the_bits_that_ranks_average(ranks: RankPool, codec: str) -> None:
-    expected = ranks(2).run(outer_of_ranks, codec)[0]
-    networks = [Weights(), Weights()]
+@on_ranks(2)
+def test_sites_average_the_bits_that_ranks_average(group: Group, codec: str) -> None:
+    """After every round of DiLoCo."""
+    model, *networks = (Weights() for _ in range(3))
+    diloco = thinwire.DiLoCo(model, None, every=1, codec=codec)
     outer = sites.OuterAverage(networks[0], "fp32" if codec == "none" else codec, 2)
     for step in range(STEPS):
+        learn(model, group.rank(), step)
+        diloco.step()
         for rank, network in enumerate(networks):
             learn(network, rank, step)
         outer.round(networks)
         for network in networks:
-            assert torch.equal(torch.cat([p.detach().view(-1) for p in network.parameters()]), expected[step])
+            assert all(map(torch.equal, network.parameters(), model.parameters()))
     assert outer.bits == 32.0 if codec == "none" else outer.bits < 8
-
-
-def gathered_by_ranks(group: Group, name: str) -> list[Tensor]:
-    """The matrices that an FSDP2 model computes with at two steps, between which they move."""
-    network = task.network_of(task.SIZES["tiny"], 0)
-    for module in (*network.blocks, network):
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    codec, _, replica = name.partition("@")
-    thinwire.compress_fsdp(network, "none", codec, replica=bool(replica))
-    seen: list[Tensor] = []
-    for step in range(2):
-        for block in network.blocks:
-            block.unshard()
-            seen += [p.detach().clone() for p in matrices(block)]
-            block.reshard()
-        for p in network.parameters():
-            p.detach().to_local().mul_(1.0 + 0.01 * (step + 1))
-    return seen
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -118,22 +85,29 @@ def matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", ["int8", "lloyd4@replica"])
-def test_weights_are_those_that_ranks_gather(ranks: RankPool, name: str) -> None:
-    expected = ranks(2).run(gathered_by_ranks, name)[0]
-    network = task.network_of(task.SIZES["tiny"], 0)
+@on_ranks(2)
+def test_weights_are_those_that_ranks_gather(group: Group, name: str) -> None:
+    """What an FSDP2 model computes with at two steps, between which weights move."""
+    model, network = (task.network_of(task.SIZES["tiny"], 0) for _ in range(2))
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    codec, _, replica = name.partition("@")
+    thinwire.compress_fsdp(model, "none", codec, replica=bool(replica))
     rounded = arms.RoundedWeights(network, name, 2)
-    seen: list[Tensor] = []
     for step in range(2):
         exact = [p.clone() for p in network.parameters()]
         rounded.load(step)
-        seen += [p.detach().bfloat16() for block in network.blocks for p in matrices(block)]
+        for block, mine in zip(model.blocks, network.blocks, strict=True):
+            block.unshard()
+            for got, want in zip(matrices(mine), matrices(block), strict=True):
+                assert torch.equal(got.bfloat16(), want)
+            block.reshard()
         rounded.restore()
+        for p in model.parameters():
+            p.detach().to_local().mul_(1.0 + 0.01 * (step + 1))
         for got, want in zip(network.parameters(), exact, strict=True):
             assert torch.equal(got, want)
             got.data.mul_(1.0 + 0.01 * (step + 1))
-    assert len(seen) == len(expected) > 0
-    for got, want in zip(seen, expected, strict=True):
-        assert torch.equal(got, want)
     assert 8 < rounded.bits < 9 or name.startswith("lloyd4")
 
 
