@@ -82,7 +82,8 @@ def around_blocking(group: Group) -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def from_any(group: Group) -> None:
+@on_ranks(2, 4)
+def test_a_message_from_any_rank(group: Group) -> None:
     """Rank 0 receives from whoever sends; a future holds the tensor; plain messages of the same tag do not mix in."""
     rank, world = group.rank(), group.size()
     if rank:
@@ -104,7 +105,8 @@ def from_any(group: Group) -> None:
         assert torch.equal(raw, torch.full((300,), float(source)))
 
 
-def many_at_once(group: Group) -> None:
+@on_ranks(2, 4)
+def test_many_messages_at_once(group: Group) -> None:
     """A late message holds up neither a sum nor the messages after it; equal ones arrive in the order of sending."""
     rank, world = group.rank(), group.size()
     other = (rank + 1) % world
@@ -152,12 +154,6 @@ def test_each_rank_sends_to_the_next(ranks: RankPool, world: int) -> None:
     for codec in CODECS if world == 3 else CODECS[:3]:
         ranks(world).run(around, codec, dtypes.get(codec, torch.float32) if world == 2 else torch.float32)
     ranks(world).run(around_blocking)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_source_and_many_at_once(ranks: RankPool, world: int) -> None:
-    ranks(world).run(from_any)
-    ranks(world).run(many_at_once)
 
 
 @on_ranks(2)
