@@ -85,7 +85,7 @@ MEANING: dict[str, Callable[..., Any]] = {
     "cvt.rn.f16x2.f32": rounded_pair(torch.float16),
 }
 ARGUMENTS = re.compile(r"[^\s,{}\[\]]+")
-KINDS = {"8": np.uint8, "16": np.uint16, "32": np.uint32}
+KINDS = {"8": np.dtype("u1"), "16": np.dtype("u2"), "32": np.dtype("u4")}
 
 
 def run(text: str, operands: Sequence[Words], results: int = 1, memory: Any = None) -> list[Words]:

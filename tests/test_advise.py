@@ -63,16 +63,10 @@ def test_units(parse: Any, text: str, value: float) -> None:
     ("parse", "text", "said"),
     [
         *((units.rate, text, "a rate such as 25gbit, 100mbit, 400GB/s") for text in ("fast", "25", "25gb/s", "0mbit")),
-        *((units.rate, text, "a rate such as 25gbit, 100mbit, 400GB/s") for text in ("nangbit", "1e400gbit", "")),
         (units.seconds, "1.2", "a time such as 1.2s, 350ms or 20us, got '1.2'"),
-        (units.seconds, "1e400s", "a time such as 1.2s, 350ms or 20us, at most 1e9s, got '1e400s'"),
         (units.count, "0", "a count such as 7e9, 125M or 7B, from 1 to 1e18, got '0'"),
-        (units.count, "1e999999999", "from 1 to 1e18"),
         (units.count, "2.7", "a whole number, a count such as 7e9, 125M or 7B, got '2.7'"),
-        (units.size, "1e400GB", "a size such as 25MB or 512MiB, from 1B to 1e9GB"),
-        (units.count, "seven", "a count such as"),
         (units.size, "25", "a size such as 25MB or 512MiB, got '25'"),
-        (units.share, "1.5", "a share such as 0.5 or 50%, got '1.5'"),
     ],
 )
 def test_what_is_no_unit(parse: Any, text: str, said: str) -> None:
@@ -538,15 +532,9 @@ def test_the_largest_and_smallest_are_predicted_too(parallel: str) -> None:
     ("line", "said"),
     [
         ("", "Missing: --params, --step, --world, --inter; see thinwire advise --help"),
-        ("--gpus-per-node 8", "Missing: --params, --step, --world, --inter, --intra; see"),
-        ("--params 7e9 --world 8 --step 1s --gpus-per-node 8", "Missing: --intra; see"),
-        (f"{LARGE} --bucket 1B", "expected at least 1MiB, got '1B'"),
-        (LARGE.replace("25gbit", "25gb"), "expected a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"),
         (LARGE.replace("node 8", "node 7"), "expected a divisor of --world 64, got 7"),
-        (f"{LARGE} --overlap 2", "expected a share such as 0.5 or 50%, got '2'"),
         (f"{LARGE} --codecs int9", "unknown codec 'int9'"),
         (f"{LARGE} --cores 4", "Invalid value for --cores: goes with --device cpu"),
-        (f"{LARGE} --trainable 2B", "Invalid value for --trainable: expected at most --params"),
         (f"{LARGE} --every 10", "Invalid value for --every: goes with --parallel diloco"),
         (f"{LARGE} --parallel fsdp2 --bucket 25MiB", "Invalid value for --bucket: goes with --parallel ddp"),
         (f"{LARGE} --parallel diloco --losses x.json", "Invalid value for --losses: holds no losses of DiLoCo"),

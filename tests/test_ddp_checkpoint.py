@@ -25,7 +25,10 @@ from ranks import RankPool
 from replicas import READY, SHAPES, Given, Group, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import compress_ddp
 from thinwire.errors import CollectiveError
+from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.choice import auto
+from thinwire.integrations.models import Names
+from thinwire.integrations.sync import GradientSet
 
 State = dict[str, Any]
 MORE = 2  # steps after a checkpoint
@@ -516,3 +519,22 @@ def test_a_pickled_state_of_another_model_is_refused(group: Group) -> None:
     other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
     told = replicas.message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
     assert "other parameters" in told
+
+
+def test_a_held_bucket_waits_for_what_no_saved_bucket_holds() -> None:
+    sent: dict[Names, torch.futures.Future[Tensor]] = {}
+
+    def average(gradients: GradientSet, output: Tensor) -> "torch.futures.Future[Tensor]":
+        return sent.setdefault(gradients.names, torch.futures.Future())
+
+    restorer = Restorer(average)
+    restorer.restore([("a",), ("b",)], ["a", "b"])
+    buffer = torch.zeros(6)
+    held = restorer.hold(GradientSet(("a", "b", "new"), [torch.Size([2])] * 3, buffer), buffer)
+    assert held is not None
+    for name in "ab":
+        sent[(name,)].set_result(buffer)
+    restorer.end_step()
+    assert not held.done()
+    sent[("new",)].set_result(buffer)
+    assert held.wait() is buffer

@@ -129,12 +129,12 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 7155,
-    "tools.bench": 1032,
-    "tools.advise": 892,
+    "kernels": 7133,
+    "tools.bench": 1031,
+    "tools.advise": 896,
     "tools.report": 304,
     "tools.local": 458,
-    "tools": 4729,
+    "tools": 4712,
     "qat": 2389,
 }
 
@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (24, 5747, 66), "integrations": (20, 5684, 53)}
+BUDGETS = {"collectives": (24, 5725, 65), "integrations": (20, 5656, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -205,8 +205,8 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_294),
-    "tests": (["tests/*.py"], str.splitlines, 31_355),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_232),
+    "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
 }

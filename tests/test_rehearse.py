@@ -114,6 +114,17 @@ def test_gradients_have_the_bits_of_real_ranks(
     assert handle.stats().steps == STEPS
 
 
+def test_a_parameter_learns_that_only_the_first_micro_batch_left_out() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    handle = thinwire.rehearse(model, "int8", world=2, accumulate=2)
+    for step in range(2):
+        model.zero_grad()
+        for micro in range(4):
+            torch.stack([layer(torch.ones(4)).sum() for layer in model[step + micro == 0 :]]).sum().backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        handle.step()
+
+
 def stats_of_ranks(group: Group) -> Any:
     model = network()
     ddp = DistributedDataParallel(model, process_group=group)

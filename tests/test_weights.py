@@ -125,9 +125,12 @@ def test_publishers_of_some_names_and_other_models() -> None:
         found = {"turned": torch.empty(7, 24)}
     WeightSubscriber(found).apply(update)
     assert torch.equal(found["turned"], trainer.turned.float())
-    with pytest.raises(CollectiveError, match="names has nothing"):
+    learned = {"turned": nn.Parameter(torch.empty(7, 24))}
+    WeightSubscriber(learned).apply(update)
+    assert torch.equal(learned["turned"], trainer.turned.float())
+    with pytest.raises(CollectiveError, match="the model has no nothing: check names="):
         WeightPublisher(trainer, names=["nothing"]).publish()
-    with pytest.raises(CollectiveError, match="names has nothing"):
+    with pytest.raises(CollectiveError, match="the model has no nothing: check names="):
         WeightSubscriber(trainer, names=["nothing"])
     with pytest.raises(CollectiveError, match="turned is expanded"):
         WeightSubscriber({"turned": torch.zeros(1).expand(7, 24)})

@@ -331,7 +331,7 @@ class Rehearsal(Handle):
         return check
 
     def _arrived(self, parameter: Tensor) -> None:
-        if not self.steps and not self._micro and not self.closed:
+        if not self.steps and self._micro == self._most - self.world and not self.closed:  # DDP sums in its last one
             self._order.append(parameter)  # type: ignore[arg-type]
 
     def _check_used(self) -> None:

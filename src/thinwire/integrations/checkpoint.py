@@ -297,6 +297,8 @@ class Restorer:
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         waits = {names for names in wanted if not set(names).isdisjoint(gradients.names)}
+        waits.add(tuple(set(gradients.names).difference(*wanted)))  # sent at the end of the step
+        waits.discard(())
         owner = _Held(output, new_future(output.device), waits)
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
             self._held[name] = shape, view, owner

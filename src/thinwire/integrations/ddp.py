@@ -79,9 +79,8 @@ class DDPState(Handle):
         self._sync = GradientSync(options, self._chooser)
         self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if options.on_nonfinite == "raise" else None
-        self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = (
-            None  # with this hook; None: not looked for
-        )
+        # Those with this hook; None: not looked for.
+        self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
 

@@ -149,7 +149,7 @@ class WeightPublisher:
         self._part = _Part(0, 1, True)
 
     def publish(self, *, to: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None) -> bytes:
-        """Returns the next version as bytes; writes it to the file `to`, in one move, or sends it to `group`.
+        """Return the next version as bytes; also write it to the file `to`, in one move, and send it to `group`.
 
         Of a sharded model each part is a file, `to` with the part's number as a suffix. Ranks of the group that do not
         publish call `WeightSubscriber.receive`.
@@ -207,9 +207,10 @@ class _Copy(NamedTuple):
 class WeightSubscriber:
     """Keeps the weights of a model at the versions that a `WeightPublisher` sends, bit for bit.
 
-    The model, or mapping of names to tensors, may have fewer tensors than are published; `names` leaves out some more.
-    It may have other floating-point dtypes, to which weights are rounded. The subscriber keeps the published bits on
-    `device`, by default that of each tensor. Sharded models and quantized tensors are refused by name.
+    The model, or mapping of names to tensors, may have fewer tensors than are published; `names`, if given, are the
+    only ones that are updated. It may have other floating-point dtypes, to which weights are rounded. The subscriber
+    keeps the published bits on `device`, by default that of each tensor. Sharded models and quantized tensors are
+    refused by name.
     """
 
     def __init__(
@@ -324,7 +325,6 @@ class WeightSubscriber:
             if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
                 raise WireError(f"{name} is published as {dtype}, the model has {tensor.dtype}")
 
-    @torch.no_grad()
     def _write(self, copies: dict[int, _Copy]) -> None:
         for copy in copies.values():
             names = copy.manifest.names()
@@ -333,7 +333,7 @@ class WeightSubscriber:
                 for piece, part in zip(pieces, parts, strict=False):
                     spans = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))
                     for tensor in (self._targets[name] for name in names[piece.name] if name in self._targets):
-                        with torch.inference_mode(tensor.is_inference()):
+                        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                             tensor[spans].copy_(part.view(piece.box))
 
 
@@ -359,7 +359,7 @@ def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> d
     state = {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
     missing = sorted((names or set()) - set(state))
     if missing:
-        raise CollectiveError(f"names has {', '.join(missing)}, which the model does not have")
+        raise CollectiveError(f"the model has no {', '.join(missing)}: check names=, or subscribe anew")
     chosen = {name: value for name, value in state.items() if names is None or name in names}
     for name, value in chosen.items():
         if value.is_meta:
@@ -378,6 +378,8 @@ def _targets(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) ->
                 f"{name} is {tensor.dtype}, quantized with scales that a publisher does not know: leave it out "
                 "with names=, subscribe a mapping with a bf16 tensor of that name, and quantize it after apply()"
             )
+        if tensor.layout != torch.strided:
+            raise CollectiveError(f"{name} is {tensor.layout}, which cannot be published: leave it out with names=")
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise CollectiveError(f"{name} is expanded, and its elements share memory: clone it, or leave it out")
     return found
@@ -448,7 +450,7 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def _difference(new: Tensor, base: Tensor) -> bytes:
-    """A segment of an update: empty if nothing changed, the numbers themselves if no code is for their dtype."""
+    """A segment of an update: empty if nothing changed, the numbers themselves if their dtype has no code."""
     body = b""
     if not torch.equal(_bits(new), _bits(base)):
         body = _bytes(exact.encode(new, base) if new.dtype in EXACT_DTYPES else new)

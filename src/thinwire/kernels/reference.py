@@ -376,9 +376,10 @@ def _cast(variant: CastVariant, x_KB: Tensor, peak_K1: Tensor, post_K1: Tensor) 
 def _encode_lloyd(
     how: Encoding, z_KB: Tensor, power_K1: Tensor, unscale_K1: Tensor, post_K1: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """code = level q nearest to z / rms; scale = <z, q> / <q, q>, or unbiased <z, z> / <z, q>.
+    """code = level q nearest to z / rms (trellis: of the best path).
 
-    power: mean square of z. The products are those of integers: y = round(grid * z / rms), and levels as in LevelTable.
+    scale = <z, q> / <q, q>, or unbiased <z, z> / <z, q>; power: mean square of z. The products are those of integers:
+    y = round(grid * z / rms), and levels as in LevelTable.
     """
     grid = table_of(how.format).grid
     codes = z_KB.shape[1]

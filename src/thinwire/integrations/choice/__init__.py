@@ -105,7 +105,7 @@ class Policy:
     def is_weighed(self, step: int, agreed: Agreed, name: str, size: ParameterSize) -> bool:
         """Whether a parameter's gradients are weighed.
 
-        Gradients with feedback are not: growing moments would multiply what it remembers, which makes moments grow.
+        Gradients with feedback are not: growing moments would multiply what it remembers, and grow further by it.
         """
         if not self.weighs(agreed) or name not in (agreed.shared or ()) or size.dtype not in _WEIGHED:
             return False

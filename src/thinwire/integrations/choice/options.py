@@ -151,7 +151,7 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
 
 FAMILIES = ("linear", "adaptive", "muon")  # among several optimizers, the last family in this order decides
 _WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
-_LINEAR = ("SGD", "ASGD")  # steps are linear in the gradient: what feedback adds later makes up for an error
+_LINEAR = ("SGD", "ASGD")  # steps are linear in the gradient: an error that feedback adds back later is made up for
 
 
 def family(optimizer: object) -> str:
@@ -241,7 +241,8 @@ class DDPOptions:
         are_known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
         if self.optimizer is not None and not (are_known and all(are_known)):
             families = ", ".join(map(repr, FAMILIES))
-            raise CodecError(f"optimizer must be torch optimizers, or one of {families}, got {self.optimizer!r}")
+            got = ", ".join(repr(one) if isinstance(one, str) else type(one).__name__ for one in self.optimizers)
+            raise CodecError(f"optimizer must be torch optimizers, or one of {families}, got {got}")
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
         if self.algorithm == "two_phase":

@@ -10,8 +10,8 @@ becomes part of the next. A gather for the backward pass then sends nothing: all
 [Note: Exact weights] Differences in bits (thinwire.exact) lose nothing: the copy equals what plain FSDP2 gathers,
 whoever changed the weights and when. So every gather sends what changed, those for the backward pass too. A row
 travels in pieces, the parts of some parameters. Each piece takes two messages: the length of its wire, and the wire.
-A wire of no bytes means that nothing changed; one as long as the numbers is the numbers, where a difference is not
-shorter. On a GPU a row is one piece, torch sends the messages, and the host waits for the lengths.
+A wire of no bytes means that nothing changed. If a difference would not be shorter, the wire is the numbers themselves,
+as its length shows. On a GPU a row is one piece, torch sends the messages, and the host waits for the lengths.
 """
 
 import itertools
@@ -411,7 +411,7 @@ def _difference(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _pieces(numels: Sequence[int]) -> list[int]:
-    """The sizes of a row's pieces: each is a large parameter with the small ones before it; the last ends the row."""
+    """Sizes of a row's pieces: parameters in order, joined up to EXACT_BLOCK; a shorter rest joins the last piece."""
     found = [0]
     for numel in numels:
         if found[-1] >= EXACT_BLOCK:

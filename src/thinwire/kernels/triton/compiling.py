@@ -5,8 +5,8 @@ and returns. So launches on meta tensors tell which kernels are needed, and `com
 a compilation is Python, so threads compile several kernels two to three times as fast as a loop. Kernels in Triton's
 cache take milliseconds.
 
-[Note: Loaded without the lock] CUDA may delay the load of a kernel until all running kernels of the process end. One of
-NCCL's ends when other ranks send, and those may be waiting for the lock. So no rank holds the lock while it loads.
+[Note: Loaded without the lock] CUDA may delay the load of a kernel until all running kernels of the process end. An
+NCCL kernel ends only when other ranks send, and those may be waiting for the lock. So no rank loads with the lock held.
 """
 
 import os

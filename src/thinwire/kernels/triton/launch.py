@@ -163,8 +163,8 @@ def _programs(layout: Layout, T: Tile) -> int:
 
 
 def _has_tail(layout: Layout) -> bool:
-    """Whether a kernel can work on a short last block. Kernels of levels always can: they take long to compile, and the
-    ability costs them no registers, as it does others.
+    """Whether a kernel can work on a short last block. Kernels of levels always can: they take long to compile, and
+    it costs them no registers; other kernels it would.
     """
     return layout.format.gaussian or layout.numel % layout.format.block > 0
 
@@ -297,7 +297,7 @@ def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _trellis_cells(table: TrellisTable) -> list[int]:
-    """Four bytes per cell, one per subset: its cost below the lowest index bit. Then, alike, the levels."""
+    """A byte per cell and subset: seven bits of cost, above them the level's lowest index bit. Then the levels."""
     costs = []
     levels = []
     for cell, cost in zip(range(-CELLS // 2, CELLS // 2), trellis.costs(table).T.tolist(), strict=True):

@@ -120,7 +120,11 @@ def judge(
     needs = model.state_bytes(job, cluster)
     lines = _too_large(job, cluster, needs, memory, activations)
     if not lines:
-        lines = [*answers(job, choice), *_why(job, cluster, choice, by_way), *_notes(job, cluster, choice, by_way)]
+        lines = [
+            *answers(job, choice),
+            *_why(job, cluster, choice, by_way),
+            *_notes(job, cluster, choice, by_way, losses),
+        ]
     ranked = dict(sorted(by_way.items(), key=lambda pair: pair[1].step_s))
     return Verdict(ranked, choice, needs, tuple(lines))
 
@@ -219,7 +223,7 @@ def _why(job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Map
 
 
 def _notes(
-    job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[Way, Prediction]
+    job: TrainingJob, cluster: Cluster, choice: Recommendation, by_way: Mapping[Way, Prediction], own: Losses | None
 ) -> Iterator[str]:
     """What is not in the answers: buckets, frozen weights, DiLoCo's own cost, what was never compared."""
     if cluster.world == 1:
@@ -234,7 +238,7 @@ def _notes(
         yield "Note: with shards inside a node (--parallel hsdp) far less travels between nodes."
     if job.parallel == model.DILOCO:
         yield "Note: DiLoCo itself trains differently from DDP; losses are against DiLoCo without compression."
-    if job.optimizer == "sgd" and choice.compress:
+    if job.optimizer == "sgd" and choice.compress and not own:
         yield "Note: the committed losses are of Adam, not of SGD: thinwire rehearse measures your own."
     if cluster.world > shipped().most_ranks and choice.compress:
         yield f"Note: steps were measured with up to {shipped().most_ranks} ranks; beyond, this is the formula alone."

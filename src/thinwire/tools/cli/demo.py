@@ -29,7 +29,7 @@ LOOPBACK = "loopback"
 USUAL = "1gbit"
 LABELS = texts("task", "world", "cores", "link", "params", "seeds", "steps", "scheme")
 COLUMNS = (
-    *(*LABELS, Column("loss", "loss", significant)),
+    *(*LABELS, Column("loss", "loss", lambda value: value if isinstance(value, str) else significant(value))),
     Column("gap", "val_gap_nats", fixed(4, "+"), "loss less fp32's of the same seed, in nats"),
     Column("±", "half", fixed(4), "half of its 95 % interval"),
     *(Column("step ms", "step_ms", significant), *SPEEDUPS),
@@ -98,7 +98,8 @@ def grids(rows: Sequence[Row]) -> list[TextGrid]:
         seeds, own = (number(row[name]) for name in ("seeds", "bytes_per_step"))
         half = number(row.get("val_gap_error"), pairs.t95(int(seeds) - 1)) if seeds and seeds > 1 else None
         fewer = sent / own if sent and own else None
-        shown.append({**row, "scheme": recommend.scheme_of(row), "half": half or None, "fewer": fewer})
+        loss = "diverged" if row.get("diverged") else row["loss"]
+        shown.append({**row, "scheme": recommend.scheme_of(row), "loss": loss, "half": half or None, "fewer": fewer})
     return [grid("", shown, COLUMNS, len(LABELS), "over fp32, over bf16: speedup over torch's own")]
 
 
