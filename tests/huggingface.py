@@ -73,3 +73,11 @@ def largest(group: Group, peaks: dict[str, Tensor]) -> float:
     peak = torch.stack([torch.zeros(()), *peaks.values()]).max()
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     return float(peak)
+
+
+def assert_compressed(plain: Any, none: Any, exact: Any, int8: Any, *, rate: float, share: float) -> None:
+    """Runs without thinwire, with what rounds nothing, and after one step of SGD: averaged exactly, or in int8."""
+    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+    assert_within_int8(int8.weights, exact.weights, exact.peak, rate)
+    assert (none.stats.steps, int8.stats.steps) == (4, 1)
+    assert int8.stats.bytes_sent < share * int8.stats.bytes_plain

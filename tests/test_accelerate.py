@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
 from cases import heard, on_ranks, seeded, thorough
-from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
+from huggingface import assert_compressed, assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
 from replicas import Group, flat, gradients_saved, message_of, same_everywhere
 
@@ -148,11 +148,7 @@ def test_a_prepared_model_is_compressed(group: Group, way: str) -> None:
         Run({}, accelerator, optimizer="sgd", steps=1),
     ]
     plain, none, exact, int8 = (train(group, run) for run in runs)
-    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-    assert none.stats.steps == 4
-    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-    assert int8.stats.steps == 1
-    assert int8.stats.bytes_sent < 0.31 * int8.stats.bytes_plain
+    assert_compressed(plain, none, exact, int8, rate=RATE, share=0.31)
     assert (int8.graphs > 0) == (way == "compiled")
 
 

@@ -116,6 +116,7 @@ def test_defaults_are_not_spelled() -> None:
         ("int8:", "ends in ':' without options"),
         ("int8:blok=64", "'int8' does not know the option 'blok=64'; options: block, mode, rounding, seed"),
         ("int8:block", "the option 'block' needs a value, as in block=..."),
+        ("int8:block=1_28", "got '1_28'"),
         ("int8:seed=" + 5000 * "9", "seed must be 0 .. 2**64 - 1, got inf"),  # int() refuses so many digits
         ("int8:block=64,", "does not know the option ''"),
         ("int8:block=64,block=32", "the option 'block' twice"),

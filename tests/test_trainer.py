@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from cases import on_ranks, seeded
-from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
+from huggingface import assert_compressed, assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
 from replicas import Group, flat, gradients_saved, message_of, same_everywhere
 
@@ -124,11 +124,7 @@ def test_a_trainer_s_model_is_compressed(group: Group, way: str) -> None:
     step = {**args, **STEP}
     runs = [Run(None, args), Run({"codec": "none"}, args), Run(None, step, watched=True), Run({}, step)]
     plain, none, exact, int8 = (train(group, run) for run in runs)
-    assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-    assert none.stats.steps == 4
-    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-    assert int8.stats.steps == 1
-    assert int8.stats.bytes_sent < 0.3 * int8.stats.bytes_plain
+    assert_compressed(plain, none, exact, int8, rate=RATE, share=0.3)
 
 
 def test_stats_are_in_the_trainer_s_logs(ranks: RankPool) -> None:

@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from thinwire.codecs.base import Codec
@@ -71,10 +70,11 @@ def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
 
 
 def _value(text: str) -> int | float | bool | str:
-    for read in (_WORDS.__getitem__, int, float):
-        with suppress(KeyError, ValueError):
-            return read(text)
-    return text
+    if re.fullmatch(r"-?[0-9]{1,30}", text):
+        return int(text)
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+(e-?[0-9]+)?", text):
+        return float(text)
+    return _WORDS.get(text, text)
 
 
 def _composite(name: str, body: str) -> Codec:

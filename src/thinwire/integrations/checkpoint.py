@@ -296,10 +296,7 @@ class Restorer:
         return gone
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        waits = {names for names in wanted if not set(names).isdisjoint(gradients.names)}
-        waits.add(tuple(set(gradients.names).difference(*wanted)))  # sent at the end of the step
-        waits.discard(())
-        owner = _Held(output, new_future(output.device), waits)
+        owner = _Held(output, new_future(output.device), set(gradients.names))
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
             self._held[name] = shape, view, owner
         for names in wanted:
@@ -322,7 +319,6 @@ class Restorer:
             raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
         for owner in dict.fromkeys(owner for _, _, owner in self._held.values()):
             names = tuple(name for name, (_, _, other) in self._held.items() if other is owner)
-            owner.waits = {names}  # complete messages were sent before
             self._send(names)
         self._wanted = None
 
@@ -333,12 +329,12 @@ class _Held:
 
     buffer: Tensor
     future: "Future[Tensor]"
-    waits: set[Names]  # messages with gradients of it that are still to be sent
-    sent: list["Future[Tensor]"] = field(default_factory=list)  # the others
+    waits: set[str]  # gradients of it that are still to be sent
+    sent: list["Future[Tensor]"] = field(default_factory=list)  # messages that hold the others
 
     def sends(self, names: Names, done: "Future[Tensor]") -> None:
         """A message that holds some of the gradients is under way."""
-        self.waits.discard(names)
+        self.waits.difference_update(names)
         self.sent.append(done)
         if not self.waits:
             torch.futures.collect_all(self.sent).add_done_callback(self._finish)

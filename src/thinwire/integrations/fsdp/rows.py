@@ -14,6 +14,7 @@ A wire of no bytes means that nothing changed. If a difference would not be shor
 as its length shows. On a GPU a row is one piece, torch sends the messages, and the host waits for the lengths.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -205,10 +206,8 @@ class ShardSync(GradientSync):
             bounded(self._messages)[key] = made  # a divisor that changes at every step would make thousands
         message: RowMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
-        carries = [
-            self.memories.carry(lane.spec.feedback, lane.pieces, 1.0 / scale, like.device, row_pieces(lane, held))
-            for lane in found
-        ]
+        carry, factor = self.memories.carry, 1.0 / scale
+        carries = [carry(n.spec.feedback, n.pieces, factor, like.device, row_pieces(n, held)) for n in found]
         return BucketPlan(found, width, plain_bytes, message, carries, columns=columns)
 
 
@@ -238,11 +237,15 @@ class Gatherer:
         self.differences = differences and codec != EXACT  # rounded ones, whose copy a checkpoint holds
         self.copy = feedback.RowCopy()  # all ranks' rows, as gathered last
         self.sent = 0  # gathers of differences; the first was exact
-        ends = itertools.accumulate(parameter.numel for parameter in self._parameters)
-        padding = [torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, self._parameters, strict=True)]
-        self._padding = torch.cat(padding).to(group.device)  # indices of this rank's row that belong to no parameter
         self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather brings the others'
         self._messages: dict[object, tuple[Columns, RowMessage]] = {}
+
+    @functools.cached_property
+    def _padding(self) -> Tensor:
+        """The indices of this rank's row that belong to no parameter."""
+        ends = itertools.accumulate(parameter.numel for parameter in self._parameters)
+        spans = [torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, self._parameters, strict=True)]
+        return torch.cat(spans).to(self._group.device)
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, `input` is this rank's; False if torch has to do it."""

@@ -96,21 +96,21 @@ def recode(
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
     """See schema.Backend."""
     blanks = 0 if gaps is None else gaps.numel()
-    start = _moving(aside.set_aside_kernel, "out x index memory gaps", index.numel(), blanks, x.device)
+    start = _moving(False, index.numel(), blanks, x.device)
     start((out, x, index, x if memory is None else memory, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    start = _moving(aside.put_back_kernel, "values x index", index.numel(), 0, x.device)
-    start((values, x, index))
+    _moving(True, index.numel(), 0, x.device)((values, x, index))
 
 
 @lru_cache(maxsize=1024)
-def _moving(kernel: Any, tensors: str, count: int, blanks: int, device: torch.device) -> Repeated:
-    grid = -(-count // aside.MOVED.value)
-    made = Prepared(kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
-    return Repeated(lambda _: made, tuple(tensors.split()))
+def _moving(back: bool, count: int, blanks: int, device: torch.device) -> Repeated:
+    kernel = aside.put_back_kernel if back else aside.set_aside_kernel
+    tensors = ("values", "x", "index") if back else ("out", "x", "index", "memory", "gaps")
+    made = Prepared(kernel, device, -(-count // aside.MOVED.value), 4, {"count": count, "blanks": blanks}, {})
+    return Repeated(lambda _: made, tensors)
 
 
 def unrolled(world: int, format: Format) -> int:
