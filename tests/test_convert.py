@@ -4,6 +4,7 @@ import copy
 import io
 import sys
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 from cases import assert_same, generated, seeded
 from test_prepare import Net, net, tokens
 from thinwire import qat
-from thinwire.qat.codes import unpack
-from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
-from thinwire.qat.layers import QuantizedLayer, quantize_layer
+from thinwire.qat.codes import IntegerWeight, unpack
+from thinwire.qat.layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    quantize_layer,
+    quantized_layers as layers_of,
+)
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 ROWS, WIDTH = 12, 8  # of the embedding
@@ -38,12 +43,8 @@ def prepared(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
     return model
 
 
-def integer_layers(model: nn.Module) -> dict[str, IntegerLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, IntegerLayer)}
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+integer_layers = partial(layers_of, converted=True)
+quantized_layers = partial(layers_of, converted=False)
 
 
 @given(
@@ -151,7 +152,7 @@ def test_in_place_the_floats_are_gone() -> None:
     up.register_forward_hook(lambda *_: called.append("up"))
     assert qat.convert(model, inplace=True) is model
     assert model.block[0] is up
-    assert isinstance(up, IntegerLinear)
+    assert isinstance(up, QuantizedLinear)
     assert isinstance(up, nn.Linear)
     assert weight() is None
     assert_same(model(tokens()).detach(), want)
@@ -167,7 +168,7 @@ def test_an_embedding_decodes_the_rows_looked_up_only(monkeypatch: pytest.Monkey
         return unpack(packed, bits, numel)
 
     monkeypatch.setattr(sys.modules[IntegerWeight.__module__], "unpack", spy)
-    assert isinstance(embedding, IntegerEmbedding)
+    assert isinstance(embedding, QuantizedEmbedding)
     table = embedding.integer_weight()
     for index in (torch.tensor([[3, 1], [3, 0]]), torch.tensor(7), torch.empty(2, 0, dtype=torch.int32)):
         assert_same(embedding(index), table[index.long()])

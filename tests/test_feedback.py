@@ -117,11 +117,7 @@ def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
             assert_same(values.float(), want, f"{name} after it moved in turn {turn}")
         for i, (pieces, memory) in enumerate(zip(lanes, memories, strict=True)):
             n = sum(piece.numel for piece in pieces)
-            at, expected = 0, []
-            for piece in pieces:
-                blank = torch.zeros(piece.numel)
-                expected.append(blank if piece.name is None else model.get(piece.name, blank))
-                at += piece.numel
+            expected = [model.get(piece.name or "", torch.zeros(piece.numel)) for piece in pieces]
             gaps = torch.cat([torch.full((p.numel,), p.name is None) for p in pieces])
             assert_same(memory.float()[~gaps], torch.cat(expected)[~gaps], "a lane")
             values = kept(normal(n, turn, i), dtype) if n else torch.zeros(0)
@@ -157,7 +153,7 @@ def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype)
     ledger.load(values)
     assert (set(ledger.read()), ledger.nbytes) == (set(values), 4 * 205)
     for name, value in ledger.read().items():
-        assert_same(value.float(), value.float() if name not in values else values[name])
+        assert_same(value.float(), values[name])
     memory = ledger.lane([Piece("q", 3), Piece(None, 4), Piece("p", 200), Piece("new", 2)], CPU)
     assert_same(memory.float(), torch.cat([torch.zeros(7), values["p"], torch.zeros(2)]))
     assert set(ledger.read()) == {"p", "q", "new", "gone"}

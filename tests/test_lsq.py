@@ -1,7 +1,6 @@
 """thinwire.qat.LSQ and LSQPlus: where they start, what they learn, and what they live through."""
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -225,11 +224,8 @@ def copied(quantizer: LSQ, how: str) -> LSQ:
         return copy.deepcopy(quantizer)
     if how == "pickle":
         return pickle.loads(pickle.dumps(quantizer))
-    buffer = io.BytesIO()
-    torch.save(quantizer.state_dict(), buffer)
-    buffer.seek(0)
     other = next(form for form in forms() if str(form) == str(type(quantizer)(**options_of(quantizer))))
-    other.load_state_dict(torch.load(buffer, weights_only=True), assign=how == "assign")
+    other.load_state_dict(copy.deepcopy(quantizer.state_dict()), assign=how == "assign")
     return other
 
 
@@ -418,6 +414,13 @@ def test_ranks_start_alike_and_from_the_data_of_all(ranks: RankPool, world: int)
         for parameter, value in zip(quantizer.parameters(), values, strict=True):
             theirs = torch.frombuffer(bytearray(value), dtype=torch.float32)
             torch.testing.assert_close(theirs, parameter.detach(), rtol=4 * HALF_ULP, atol=0.0)
+
+
+@on_ranks(2)
+def test_ddp_wants_the_number_of_channels_first(group: Group) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), LSQ(axis=-1)), process_group=group)
+    with pytest.raises(RuntimeError, match="before DDP"):
+        model(normal(4, 3))
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ Both follow [Note: Feedback] in collectives/lane.py, which calls, for every span
 To add a kind: a class with these methods, an entry in `KINDS`, and its formula here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -182,76 +182,59 @@ class Ledger:
         if dtype not in DTYPES:
             raise CodecError(f"residuals are kept as float32 or bfloat16, got {dtype}")
         self.dtype = dtype
-        self._lanes: dict[tuple[Piece, ...], Tensor] = {}
-        self._at: dict[str, tuple[Tensor, int, int]] = {}
-        self._loose: dict[str, Tensor] = {}  # loaded, and in no lane yet
+        self._held: dict[str, Tensor] = {}  # parts of lanes' memories; what was loaded and is in no lane
+        self._lanes: dict[tuple[Piece, ...], tuple[Tensor, dict[str, Tensor]]] = {}  # memory, and its parts by name
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(held.nbytes for held in (*self._lanes.values(), *self._loose.values()))
+        storages = [held.untyped_storage() for held in self._held.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def lane(self, pieces: Sequence[Piece], device: torch.device) -> Tensor:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
-        found = self._lanes.get(key)
-        placed = [self._at.get(piece.name, (None,))[0] is found for piece in key if piece.name is not None]
-        if found is None or not all(placed):
-            self._lanes[key] = self._made(key, device)
+        memory, parts = self._lanes.get(key, (None, {}))
+        if memory is None or not self._uses(parts, all):
+            memory = torch.zeros(sum(piece.numel for piece in key), dtype=self.dtype, device=device)
+            split = zip(key, memory.split([piece.numel for piece in key]), strict=True)
+            parts = {piece.name: part for piece, part in split if piece.name is not None}
+            known = [name for name in parts if name in self._held]
+            if known:
+                torch._foreach_copy_([parts[name] for name in known], [self._held[name] for name in known])
+            self._held |= parts
+            self._lanes[key] = memory, parts
             self._drop_empty()
-        return self._lanes[key]
-
-    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Tensor:
-        known = self.read([piece.name for piece in pieces if piece.name is not None])
-        memory = torch.zeros(sum(piece.numel for piece in pieces), dtype=self.dtype, device=device)
-        if known:
-            blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
-            memory.copy_(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
-        at = 0
-        for piece in pieces:
-            if piece.name is not None:
-                self._at[piece.name] = (memory, at, at + piece.numel)
-                self._loose.pop(piece.name, None)
-            at += piece.numel
         return memory
 
+    def _uses(self, parts: Mapping[str, Tensor], how: Callable[[Iterable[bool]], bool]) -> bool:
+        """Whether `how` many (any, all) of a lane's parts are where its parameters remember."""
+        return how(self._held.get(name) is part for name, part in parts.items())
+
     def _drop_empty(self) -> None:
-        used = {id(memory) for memory, _, _ in self._at.values()}
-        self._lanes = {key: memory for key, memory in self._lanes.items() if id(memory) in used}
+        self._lanes = {key: lane for key, lane in self._lanes.items() if self._uses(lane[1], any)}
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """What is remembered, flat, by parameter; a parameter that was never met is left out."""
-        wanted = [*self._at, *self._loose] if names is None else list(names)
-        found = {}
-        for name in wanted:
-            if name in self._at:
-                memory, begin, end = self._at[name]
-                found[name] = memory[begin:end].clone()
-            elif name in self._loose:
-                found[name] = self._loose[name]
-        return found
+        wanted = self._held if names is None else names
+        return {name: self._held[name].clone() for name in wanted if name in self._held}
 
     def decay(self, names: Iterable[str], factor: float) -> None:
-        """Multiply what the lanes of these parameters remember by `factor`."""
-        met = {id(self._at[name][0]): self._at[name][0] for name in names if name in self._at}
-        for memory in met.values():
-            memory.mul_(factor)
-        self._loose |= {name: self._loose[name] * factor for name in names if name in self._loose}
+        """Multiply what these parameters remember by `factor`."""
+        if held := [self._held[name] for name in names if name in self._held]:
+            torch._foreach_mul_(held, factor)
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these."""
         for name in names:
-            self._loose.pop(name, None)
-            if name in self._at:
-                memory, begin, end = self._at.pop(name)
-                memory[begin:end].zero_()
+            if name in self._held:
+                self._held.pop(name).zero_()
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Forget everything and remember `values`."""
         self._lanes.clear()
-        self._at.clear()
-        self._loose = {name: value.detach().clone().view(-1) for name, value in values.items()}
+        self._held = {name: value.detach().clone().view(-1) for name, value in values.items()}
 
 
 class Memories:

@@ -6,8 +6,8 @@ A hook takes (state, bucket) and returns a future of the bucket's mean over the 
 state is a process group, or None for the world. For the (grad, param) pair that DDP passes while it traces a backward
 pass, a hook writes the mean into grad and returns grad. Codecs are strings, because a traced op takes nothing else.
 
-To add one: a function of (process_group, bucket), under `_of_buckets`, that names a codec and one of `_mean` and
-`_sum_of_shares`; annotate it as the others are (DDP looks), and list it in `__all__`.
+To add one: a function of (process_group, bucket), under `_of_buckets`, that returns `_mean` by a codec; annotate it
+as the others are (DDP looks), and list it in `__all__`.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _of_buckets(hook: Callable[_P, Future[Tensor]]) -> Callable[_P, Future[Tenso
 def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The exact mean, bitwise what DDP computes without a hook. Accepts sparse gradients, too."""
     if _is_pair(bucket) or bucket.buffer().layout == torch.strided:
-        return _sum_of_shares(process_group, bucket, "none")
+        return _mean(process_group, bucket, "none")
     group = groups.resolve(process_group)
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)  # DDP divides sparse ones
     assert work is not None
@@ -89,7 +89,7 @@ def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tenso
 @_of_buckets
 def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The mean: numbers travel as bfloat16 and are summed in float32. NaN and Inf stay where they are."""
-    return _sum_of_shares(process_group, bucket, "bf16")
+    return _mean(process_group, bucket, "bf16")
 
 
 # Without CUDA, DDP refuses hooks by this name. Pickle goes by __qualname__, which stays.
@@ -184,56 +184,21 @@ def _name(hook: Hook) -> str:
 def _mean(
     state: Group, bucket: Any, codec: str, *, algorithm: SumAlgorithm | None = None, channel: int = 8
 ) -> Future[Tensor]:
-    """The mean through a codec whose blocks have scales: however large the numbers, their sum does not overflow.
+    """Write the mean over the ranks into the bucket; every `channel` numbers have a block.
 
-    The algorithm of the fewest roundings is taken where none is named. Every `channel` numbers have a block.
+    Codecs with scales take numbers of any size. The others hold plain floats, whose sum could overflow where the mean
+    does not: ranks add up their numbers times 1 / world, which is what DDP does without a hook, to the last bit.
+    The algorithm of the fewest roundings is taken where none is named.
     """
     group = groups.resolve(state)
+    world = group.size()
     carried = numbers = _numbers(bucket)
-    if group.size() > 1:  # a single rank sends and rounds nothing
-        carried = carried.float() if carried.dtype == torch.float64 else carried  # codecs take no doubles
-        carried = _filled(carried, channel)
-    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()), channel)
-
-
-def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
-    """The sum of every rank's numbers times 1 / world, which is what DDP does without a hook, to the last bit.
-
-    Codecs without scales hold plain floats: their sum could overflow where the mean does not.
-    """
-    group = groups.resolve(state)
-    numbers = _numbers(bucket)
-    numbers.mul_(1 / group.size())
-    algorithm: SumAlgorithm = "plain" if codec == "none" else fewest_roundings(group.size())
-    return _reduce(group, bucket, numbers, numbers, "sum", codec, algorithm)
-
-
-def _is_pair(bucket: object) -> bool:
-    """Whether DDP is tracing: it then passes (grad, param), against its signature, and expects grad, not a future."""
-    return isinstance(bucket, tuple)
-
-
-def _numbers(bucket: Any) -> Tensor:
-    """What DDP passes, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
-    grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
-    checks.check_gradient(grad)
-    if grad.is_complex():
-        grad = grad.conj() if grad.is_conj() else grad  # the mean of conjugates is the conjugate of the mean
-        return torch.view_as_real(grad)
-    return grad
-
-
-def _reduce(
-    group: dist.ProcessGroup,
-    bucket: Any,
-    numbers: Tensor,
-    carried: Tensor,
-    op: str,
-    codec: str,
-    algorithm: SumAlgorithm,
-    channel: int = 8,
-) -> Future[Tensor]:
-    """Reduce `carried`, which is `numbers` or derived from them, over the ranks; write the result to `numbers`."""
+    op = "sum" if codec in ("none", "bf16") else "avg"
+    if op == "sum":
+        numbers.mul_(1 / world)
+    elif world > 1:  # a single rank sends and rounds nothing
+        carried = _filled(numbers.float() if numbers.dtype == torch.float64 else numbers, channel)  # no codec has fp64
+    algorithm = "plain" if codec == "none" else algorithm or fewest_roundings(world)
     if _is_pair(bucket):
         result = _traced(carried, op, group, codec, algorithm)
         numbers.copy_(result if carried is numbers else _emptied(result, numbers, channel))
@@ -249,6 +214,21 @@ def _reduce(
     work = collectives.all_reduce(carried, functional.OPS[op], group, True, codec=codec, algorithm=algorithm)
     assert work is not None
     return work.get_future().then(finish)
+
+
+def _is_pair(bucket: object) -> bool:
+    """Whether DDP is tracing: it then passes (grad, param), against its signature, and expects grad, not a future."""
+    return isinstance(bucket, tuple)
+
+
+def _numbers(bucket: Any) -> Tensor:
+    """What DDP passes, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
+    grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
+    checks.check_gradient(grad)
+    if grad.is_complex():
+        grad = grad.conj() if grad.is_conj() else grad  # the mean of conjugates is the conjugate of the mean
+        return torch.view_as_real(grad)
+    return grad
 
 
 def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm: SumAlgorithm) -> Tensor:

@@ -14,6 +14,7 @@ feedback, each rank's gradients are kept until the end of the step.
 
 import json
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from thinwire.codecs import Identity
@@ -455,16 +456,9 @@ def buckets_of(parameters: Sequence[nn.Parameter], *, first: bool = False) -> li
     In the first step there is one bucket, in the order of the model. Later ones are in the order in which gradients
     arrive, with 1 MiB in the first bucket and 25 MiB in each other.
     """
-    found: list[list[nn.Parameter]] = []
-    filling: dict[tuple[object, ...], list[nn.Parameter]] = {}
-    limits: dict[tuple[object, ...], int] = {}
-    for parameter in parameters:
-        key = parameter.dtype, parameter.device
-        filling.setdefault(key, []).append(parameter)
-        if not first and sum(p.nbytes for p in filling[key]) >= limits.get(key, FIRST_BUCKET):
-            found.append(filling.pop(key))
-            limits[key] = BUCKET
-    return [*found, *filling.values()]
+    limits = [sys.maxsize] if first else [FIRST_BUCKET, BUCKET]
+    buckets, _ = distributed._compute_bucket_assignment_by_size(list(parameters), limits)  # type: ignore[attr-defined]
+    return [[parameters[i] for i in bucket] for bucket in buckets]
 
 
 @spelled_out

@@ -8,51 +8,93 @@ Shape suffixes: R rows, N codes of a row, B bytes of a row.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from thinwire.kernels import Grid, packing
 from thinwire.kernels.fake_quantize import codes_of, values_of
 from thinwire.qat.lsq import LSQ
-from thinwire.qat.ops import lay_out
+from thinwire.qat.ops import lay_out, never_narrow
 from thinwire.wire import PLANES
 
 
-@dataclass(frozen=True)
-class Coding:
-    """The integers of a quantizer, and which elements of a weight share a scale.
+class IntegerWeight(nn.Module):
+    """A weight as packed codes and the scales of its channels. Its numbers exist only while a layer uses them.
 
-    Codes count from the lowest integer of the range: code = integer - quant_min. Groups run through the flattened rows
-    of a weight, so the shape of a row does not matter to them.
+    Codes count from the lowest integer of the range: code = integer - quant_min. Buffers: `packed`, a row of bytes for
+    every index of the first axis; `scale` and `offset` (or None) in fp32, fp64 after `.double()`; `quant_range`, the
+    lowest and the highest integer. The numbers come in the floating-point type the model was last cast to.
     """
 
-    bits: int
-    grid: Grid
-    axis: int | None
-    group: int
+    packed: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    quant_range: Tensor
 
-    @classmethod
-    def of(cls, quantizer: LSQ) -> Self:
-        """The coding of a quantizer whose start is over."""
-        grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
-        return cls(quantizer.bits, grid, quantizer.axis, quantizer.group)
+    def __init__(self, weight: Tensor, quantizer: LSQ) -> None:
+        super().__init__()
+        self.bits = quantizer.bits
+        self.axis = quantizer.axis
+        self.group = quantizer.group  # groups run through the flattened rows, whatever their shape
+        self.grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        plain = weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last)
+        self.memory_format = torch.contiguous_format if plain else torch.channels_last
+        scale = quantizer.floored().detach().clone()
+        offset = None if quantizer.offset is None else quantizer.offset.detach().clone()
+        source = weight.detach().contiguous()
+        laid = lay_out(source, scale.numel(), self.axis, self.group)
+        codes = codes_of(self.grid, laid.view(source), scale, offset)
+        self.register_buffer("packed", pack(codes.view(len(weight), -1), self.bits))
+        self.register_buffer("scale", scale)
+        self.register_buffer("offset", offset)
+        self.register_buffer("quant_range", quantizer.quant_range.clone())
 
-    def codes(self, x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        """The codes of x in its shape, uint8; NaN has the code 0."""
-        laid = lay_out(x, scale.numel(), self.axis, self.group)
-        return codes_of(self.grid, laid.view(x), scale, offset).view(x.shape)
+    def forward(self) -> Tensor:
+        """The whole weight."""
+        return self._values(self.codes(), self.scale, self.offset).contiguous(memory_format=self.memory_format)
 
-    def values(self, codes: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def codes(self) -> Tensor:
+        """The codes of the whole weight, uint8."""
+        return unpack(self.packed, self.bits, self.shape[1:].numel()).reshape(self.shape)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows of a table at these indices; no other is decoded."""
+        flat = index.reshape(-1)
+        scale = self.scale.view(len(self.packed), -1)[flat].flatten()
+        offset = None if self.offset is None else self.offset.view(len(self.packed), -1)[flat].flatten()
+        codes = unpack(self.packed.index_select(0, flat), self.bits, self.shape[1])
+        return self._values(codes, scale, offset).view(*index.shape, self.shape[1])
+
+    def _values(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The numbers of these codes; where a channel's scale is NaN, so are its numbers."""
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        out = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
         laid = lay_out(out, scale.numel(), self.axis, self.group)
         values_of(self.grid, laid.view(codes), scale, offset, laid.view(out))
         return out
+
+    def extra_repr(self) -> str:
+        """The weight's shape, and the range of its integers."""
+        return f"{tuple(self.shape)}, bits={self.bits}, {self.grid.quant_min}..{self.grid.quant_max}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "quant_range")
+        if saved is not None and not saved.is_meta:
+            low, high = saved.tolist()
+            self.grid = replace(self.grid, quant_min=low, quant_max=high)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def pack(codes_RN: Tensor, bits: int) -> Tensor:

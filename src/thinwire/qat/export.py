@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from thinwire.errors import MissingPackageError, QatError
-from thinwire.qat.codes import Coding
-from thinwire.qat.convert import IntegerLayer, IntegerWeight, convert
-from thinwire.qat.layers import QuantizedLayer, arguments
+from thinwire.qat.codes import IntegerWeight
+from thinwire.qat.convert import convert
+from thinwire.qat.layers import arguments, quantized_layers
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ
 
@@ -76,14 +76,14 @@ class _Exported(nn.Module):
     scale: Tensor
     offset: Tensor | None
 
-    def __init__(self, coding: Coding, integers: Tensor, scale: Tensor, offset: Tensor | None, opset: int) -> None:
+    def __init__(self, of: IntegerWeight | LSQ, low: int, integers: Tensor, scale: Tensor, opset: int) -> None:
         super().__init__()
-        self.signed = coding.grid.quant_min < 0
-        self.width = 4 if coding.bits <= 4 and opset >= OPSETS[1] else 8
-        self.axis = 0 if coding.group else coding.axis
+        self.signed = low < 0
+        self.width = 4 if of.bits <= 4 and opset >= OPSETS[1] else 8
+        self.axis = 0 if of.group else of.axis
         self.register_buffer("integers", integers.to(torch.int8 if self.signed else torch.uint8))
         self.register_buffer("scale", self._shaped(scale))
-        self.register_buffer("offset", None if offset is None else self._shaped(offset))
+        self.register_buffer("offset", None if of.offset is None else self._shaped(of.offset))
 
     def onnx_type(self) -> Any:
         """INT8, UINT8, INT4 or UINT4."""
@@ -113,9 +113,9 @@ class _ExportedWeight(_Exported):
     """A weight of integers through DequantizeLinear."""
 
     def __init__(self, weight: IntegerWeight, opset: int) -> None:
-        shape = (-1, weight.coding.group) if weight.coding.group else weight.shape
-        integers = weight.codes().view(shape).short() + weight.coding.grid.quant_min
-        super().__init__(weight.coding, integers, weight.scale, weight.offset, opset)
+        shape = (-1, weight.group) if weight.group else weight.shape
+        low = weight.grid.quant_min
+        super().__init__(weight, low, weight.codes().view(shape).short() + low, weight.scale, opset)
         self.shape = weight.shape
         self.dtype = weight.dtype
 
@@ -133,13 +133,13 @@ class _ExportedInput(_Exported):
     high: Tensor
 
     def __init__(self, quantizer: LSQ, opset: int) -> None:
-        coding = Coding.of(quantizer)
-        super().__init__(coding, torch.zeros_like(quantizer.scale), quantizer.floored(), quantizer.offset, opset)
+        scale = quantizer.floored()
+        super().__init__(quantizer, quantizer.quant_min, torch.zeros_like(scale), scale, opset)
         self.integers = self.integers.reshape(self.scale.shape)
-        self.narrow = coding.bits < self.width
+        self.narrow = quantizer.bits < self.width
         self.kind = int(self.onnx_type())
-        self.register_buffer("low", coding.grid.quant_min * self.scale)
-        self.register_buffer("high", coding.grid.quant_max * self.scale)
+        self.register_buffer("low", quantizer.quant_min * self.scale)
+        self.register_buffer("high", quantizer.quant_max * self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float() if self.offset is None else x.float() - self._broadcast(self.offset, x)
@@ -154,9 +154,8 @@ class _ExportedInput(_Exported):
 
 def _exportable(model: nn.Module, opset: int) -> nn.Module:
     """A converted copy in evaluation mode, its quantizers exchanged for what ONNX has."""
-    ours = [module for module in model.modules() if isinstance(module, IntegerLayer)]
-    trained = any(isinstance(module, QuantizedLayer) for module in model.modules())
-    ready = convert(model) if trained or not ours else copy.deepcopy(model)
+    done = quantized_layers(model, converted=True) and not quantized_layers(model, converted=False)
+    ready = copy.deepcopy(model) if done else convert(model)
     exchanged: dict[int, nn.Module] = {}
     for name, module in list(ready.named_modules(remove_duplicate=False)):
         parent, _, own = name.rpartition(".")

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from thinwire.errors import QatError, QatTypeError
 from thinwire.qat.agreement import is_sharded
+from thinwire.qat.codes import IntegerWeight
 from thinwire.qat.lsq import LSQ
 
 
@@ -23,8 +24,14 @@ class QuantizedLayer(nn.Module):
 
     weight: Tensor
     weight_quantizer: LSQ
+    integer_weight: IntegerWeight  # once converted, in place of the two above
     act_quantizer: LSQ | None  # None => what comes in is left as it is
     note: str  # what is special about it, for the summary
+
+    @property
+    def converted(self) -> bool:
+        """Whether it holds integers instead of a weight and its quantizer."""
+        return "integer_weight" in self._modules
 
     def weight_rows(self) -> Tensor:
         """The weight as its quantizer takes it: groups run through all that one output is made of."""
@@ -32,6 +39,9 @@ class QuantizedLayer(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """The weight as the layer uses it."""
+        if self.converted:
+            whole: Tensor = self.integer_weight()
+            return whole
         quantized: Tensor = self.weight_quantizer(self.weight_rows())
         return quantized.view_as(self.weight)
 
@@ -42,7 +52,8 @@ class QuantizedLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         fresh = prefix + "weight" in state_dict and prefix + "weight_quantizer.scale" not in state_dict
-        if fresh:  # a checkpoint of the float model, loaded with strict=False: these are other weights
+        if fresh and not self.converted:
+            # A checkpoint of the float model, loaded with strict=False: these are other weights.
             for quantizer in filter(None, (self.weight_quantizer, self.act_quantizer)):
                 quantizer.reset_parameters()
 
@@ -79,6 +90,8 @@ class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Embedding."""
+        if self.converted:
+            return self.integer_weight.rows(input)
         if not self.weight_quantizer.initialized:
             self.weight_quantizer.initialize(self.weight)
         found = super().forward(input)
@@ -116,6 +129,12 @@ def quantize_layer(
     if not weight_quantizer.initialized:
         weight_quantizer.initialize(layer.weight_rows())
     return layer
+
+
+def quantized_layers(model: nn.Module, *, converted: bool) -> dict[str, QuantizedLayer]:
+    """The quantized layers of a model by name, those that `qat.convert` has converted or the others."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLayer))
+    return {name: layer for name, layer in found if layer.converted == converted}
 
 
 def check_model(model: nn.Module, verb: str, sharded: str) -> None:

@@ -13,6 +13,9 @@ nothing is left `_ready` says so, and they are not read again.
 learning rate per step, past zero within a few. A scale is therefore not let below `scale_floor`, a small share of where
 the start left it: it is raised to that before it is used, and gradients reach it there as anywhere.
 
+[Note: Empty] With an axis or groups, the parameters are empty until the number of channels is known. They are then
+filled in place: an optimizer made before holds the right ones.
+
 [Note: Parameters that are lent] Inside a forward, FSDP2 and torch.func.functional_call show a module other parameters
 than its own: what is written to them is lost. `_own` knows the module's own, and a start in lent ones is refused.
 """
@@ -27,10 +30,10 @@ from torch import Tensor, nn
 from thinwire.errors import QatError, QatStateError
 from thinwire.qat.agreement import Agreement, Ranks
 from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
+from thinwire.qat.ranges import ranks_in_step
 from thinwire.qat.starts import least_error, mean_magnitude, three_sigmas, usable
 
 BITS = range(2, 9)
-_UNSIZED: Any = nn.UninitializedParameter  # torch's types do not know its keywords
 _BEFORE_COMPILE = (
     "this quantizer has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
@@ -38,6 +41,12 @@ _BEFORE_COMPILE = (
 _LENT = (
     "this quantizer has no scale yet, and its parameters are lent to it for one forward (FSDP2, functional_call), "
     "so that a start would be lost: run qat.calibrate(model, batches) before fully_shard"
+)
+
+
+_WRAPPED = (
+    "this quantizer does not know its number of channels, and DDP holds its parameters already: "
+    "run qat.calibrate(model, batches) before DDP"
 )
 
 
@@ -95,8 +104,10 @@ class LSQ(nn.Module):
         self._agreement = Agreement(process_group)
         self._ready = False
         self.quant_min, self.quant_max = self._range(signed=symmetric is True)
-        self.scale = self._parameter(1.0)
-        self.register_parameter("offset", self._parameter(0.0) if self.learns_offset and not symmetric else None)
+        channels = 1 if axis is None and not group else 0  # [Note: Empty]
+        self.scale = nn.Parameter(torch.ones(channels, dtype=torch.float32))
+        offset = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
+        self.register_parameter("offset", offset if self.learns_offset and not symmetric else None)
         self.register_buffer("init_left", torch.tensor(init_batches))
         self.register_buffer("quant_range", torch.tensor([self.quant_min, self.quant_max]))
         self.register_buffer("scale_floor", torch.zeros((), dtype=torch.float32))
@@ -136,7 +147,7 @@ class LSQ(nn.Module):
 
     def _untouched(self, x: Tensor) -> Tensor:
         # Parameters stay in the graph: DDP waits for a gradient of each.
-        for parameter in () if self._unsized() else self.parameters():
+        for parameter in self.parameters() if self.scale.numel() else ():
             x = x + (0 * parameter.sum()).to(x.dtype)
         return x
 
@@ -176,7 +187,7 @@ class LSQ(nn.Module):
         """Forget the scale: the next `init_batches` batches make a new start."""
         self._ready = False
         self.init_left.fill_(self.init_batches)
-        for parameter in () if self._unsized() else self.parameters():
+        for parameter in self.parameters():
             parameter.fill_(parameter is self.scale)
         self._set_range(signed=self.symmetric is True)
         self.scale_floor.zero_()
@@ -238,15 +249,13 @@ class LSQ(nn.Module):
         self.quant_range.copy_(torch.tensor([self.quant_min, self.quant_max]))
 
     def _size(self, channels: int) -> None:
-        for name, parameter in self._unsized().items():
-            parameter.materialize((channels,))
-            parameter.data.fill_(name == "scale")
+        if not len(self.scale):
+            if ranks_in_step() != "local":
+                raise QatStateError(_WRAPPED)
+            for parameter in self.parameters():
+                parameter.data = parameter.data.new_full((channels,), parameter is self.scale)
         if len(self.scale) != channels:
             raise QatError(f"x has {channels} channels, the quantizer was sized for {len(self.scale)}")
-
-    def _unsized(self) -> dict[str, Any]:
-        """Parameters that do not know their number of channels yet: all, or none."""
-        return {name: p for name, p in self._parameters.items() if isinstance(p, nn.UninitializedParameter)}
 
     def _refuse_lent(self) -> None:
         if self._lent():
@@ -260,13 +269,6 @@ class LSQ(nn.Module):
         self._own = dict(self._parameters)
 
     # --- its range and its channels ----------------------------------------------------------------------------------
-
-    def _parameter(self, value: float) -> nn.Parameter:
-        """Of one element, or of as many as will turn out."""
-        if self.axis is None and not self.group:
-            return nn.Parameter(torch.full((1,), value, dtype=torch.float32))
-        unsized: nn.Parameter = _UNSIZED(dtype=torch.float32)
-        return unsized
 
     def _range(self, signed: bool) -> tuple[int, int]:
         low = -(1 << self.bits - 1) if signed else 0
@@ -289,31 +291,16 @@ class LSQ(nn.Module):
     # --- casts and checkpoints ---------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        unsized = self._unsized()
         super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
-        for name in unsized.keys() - self._unsized().keys():  # on the way to the meta device they became empty ones
-            moved = getattr(self, name)
-            setattr(self, name, _UNSIZED(device=moved.device, dtype=moved.dtype))
         self._note_own()
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """What has no size yet is saved as empty."""
-        unsized = self._unsized()
-        self._parameters.update(dict.fromkeys(unsized))
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._parameters.update(unsized)
-        destination.update({prefix + name: torch.empty(0) for name in unsized})
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
-        for name, parameter in self._unsized().items():
-            if len(saved := state_dict.get(prefix + name, ())):
-                parameter.materialize(saved.shape)
-        unsized = self._unsized()
+        if not len(self.scale):
+            self._size(len(state_dict.get(prefix + "scale", ())))
         self._check_range(state_dict.get(prefix + "quant_range"), prefix, errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._parameters.update(unsized)
         self._ready = False
         self._left()  # torch.compile must find the cache filled
         self._note_own()

@@ -140,7 +140,8 @@ def _layers(model: nn.Module) -> Iterator[_Found]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     served = {child for module in names if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
-    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantizedLayer)) and m not in served]
+    open_to = (m for m in names if type(m) in FORMS or (isinstance(m, QuantizedLayer) and not m.converted))
+    layers = [m for m in open_to if m not in served]
     for at, layer in enumerate(layers):
         places = [place for place, here in (("first", at == 0), ("last", at == len(layers) - 1)) if here]
         yield _Found(tuple(names[layer]), layer, " and ".join(places))

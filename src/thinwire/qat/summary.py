@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.qat.agreement import whole, widest
-from thinwire.qat.convert import IntegerLayer, weight_bytes
+from thinwire.qat.convert import weight_bytes
 from thinwire.qat.layers import FORMS, QuantizedLayer
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
@@ -59,7 +59,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 
     Sharded weights (FSDP2) are gathered for it: then all ranks must call.
     """
-    prepared = any(isinstance(module, QuantizedLayer | IntegerLayer) for module in model.modules())
+    prepared = any(isinstance(module, QuantizedLayer) for module in model.modules())
     found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
     if not quiet:
         print(found.text())
@@ -69,7 +69,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
     if isinstance(module, LSQ):
         return []
-    if isinstance(module, QuantizedLayer | IntegerLayer):
+    if isinstance(module, QuantizedLayer):
         return [_quantized(name, module)]
     if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
@@ -86,23 +86,22 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     return f"a subclass of {base}: left as it is" if base else "no quantized form"
 
 
-def _quantized(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
+def _quantized(name: str, layer: QuantizedLayer) -> Row:
     notes = [layer.note]
-    found = _converted(layer, notes) if isinstance(layer, IntegerLayer) else _trained(layer, notes)
+    found = _converted(layer, notes) if layer.converted else _trained(layer, notes)
     act = layer.act_quantizer
     if act is not None:
         found["act_bits"] = act.bits
         if act.initialized:
             found |= {"act_scale": float(whole(act.scale)), "act_range": (act.quant_min, act.quant_max)}
-    kind = type(layer).__name__.removeprefix("Quantized").removeprefix("Integer")
-    return Row(name, kind, note="; ".join(filter(None, notes)), **found)
+    return Row(name, type(layer).__name__.removeprefix("Quantized"), note="; ".join(filter(None, notes)), **found)
 
 
-def _converted(layer: IntegerLayer, notes: list[str]) -> dict[str, Any]:
+def _converted(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
     weight = layer.integer_weight
     notes.append(f"integers, {weight_bytes(layer)} bytes")
     scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
-    return {"weight_bits": weight.coding.bits, "scale": scale}
+    return {"weight_bits": weight.bits, "scale": scale}
 
 
 def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
