@@ -15,8 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from cases import digest, thorough, worlds
 from ranks import RankPool
 from replicas import Group, message_of
+from rowed import rowed
 from thinwire import FSDPState, compress_fsdp
 from thinwire.collectives import traffic
+from thinwire.collectives.call import issue_call
+from thinwire.collectives.channel import channel_of
+from thinwire.collectives.plan import CallPlan
 from thinwire.errors import CollectiveError, WireError
 from thinwire.integrations.choice.options import check_options
 from thinwire.integrations.fsdp import rows
@@ -154,21 +158,29 @@ def test_weights_have_the_bits_of_plain_fsdp(ranks: RankPool, world: int, setups
 
 
 def exchanged(group: Group) -> bool:
-    """Rows by torch's own messages, as on a GPU: changed a little, not at all, or all over."""
+    """Rows of one piece on a stream, as on a GPU: changed a little, not at all, or all over."""
     rank, world = group.rank(), group.size()
+    channel = channel_of(group, torch.device("cpu"))
     rows_W = torch.randn(world, 9001, generator=torch.Generator().manual_seed(1)).to(BF16)
     kept_W, same = rows_W.clone(), True
     for turn in range(3):
         rows_W[turn % world] *= 1 + 2.0**-7
         rows_W[-1] = torch.randn(9001, generator=torch.Generator().manual_seed(turn)).to(BF16) if turn else rows_W[-1]
-        own = rows.exchange(rows_W[rank], kept_W, group)
-        same &= torch.equal(kept_W, rows_W) and own.nbytes <= rows_W[rank].nbytes
+        call = issue_call(channel, "gather")
+        operation = rows.ExactGather(call.context(CallPlan("gather"), turn), rows_W[rank], kept_W, [9001])
+        channel.submit(operation, call.site, async_op=False)
+        same &= torch.equal(kept_W, rows_W) and operation.sent_bytes <= (world - 1) * (LENGTH + rows_W[rank].nbytes)
     return bool(same)
 
 
 @worlds(2, 4, rare=[3])
-def test_rows_travel_exactly_by_torchs_messages(ranks: RankPool, world: int) -> None:
-    assert all(ranks(world).run(exchanged))
+def test_rows_travel_exactly_on_a_stream(ranks: RankPool, world: int) -> None:
+    assert all(ranks(world).run(exchanged_on_stream))
+
+
+def exchanged_on_stream(group: Group) -> bool:
+    with rowed():
+        return exchanged(group)
 
 
 def changed(group: Group, compressed: bool) -> str:

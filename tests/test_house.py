@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (24, 5725, 65), "integrations": (20, 5656, 53)}
+BUDGETS = {"collectives": (24, 5723, 65), "integrations": (20, 5634, 53)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)

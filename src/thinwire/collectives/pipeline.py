@@ -96,7 +96,8 @@ class Operation:
 
 def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
     """An operation as a program, for GPU calls without launches of their own: its chunks run in order on the stream."""
-    buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+    nbytes = operation.chunk_bytes
+    buffer = space.reserve(nbytes)[:nbytes] if nbytes else space.buffer[:0]  # what needs none waits for no other stream
     with torch.inference_mode():  # outputs may be inference tensors
         for index in range(operation.num_chunks):
             for awaited in operation.chunk(index, Scratch(buffer)):

@@ -11,7 +11,7 @@ becomes part of the next. A gather for the backward pass then sends nothing: all
 whoever changed the weights and when. So every gather sends what changed, those for the backward pass too. A row
 travels in pieces, the parts of some parameters. Each piece takes two messages: the length of its wire, and the wire.
 A wire of no bytes means that nothing changed. If a difference would not be shorter, the wire is the numbers themselves,
-as its length shows. On a GPU a row is one piece, torch sends the messages, and the host waits for the lengths.
+as its length shows. On a GPU a row is one piece, and the host waits for the lengths.
 """
 
 import functools
@@ -26,7 +26,7 @@ from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import bounded, channel_of
-from thinwire.collectives.chunks import Flat, Scratch
+from thinwire.collectives.chunks import Flat, Scratch, others_first
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import LaneHooks, RowMessage
 from thinwire.collectives.pipeline import CallContext, Operation
@@ -275,15 +275,11 @@ class Gatherer:
             with torch.inference_mode(False):
                 self.copy.tensor = output.detach().clone() if group.size() > 1 else None
             return None
-        if input.is_cuda:
-            own = exchange(input, kept.view(group.size(), -1), group)
-            output.copy_(kept)
-            self._tally.plain_weights += own.nbytes == input.nbytes
-            return (group.size() - 1) * (_LENGTH_BYTES + own.nbytes)
-        text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
+        pieces = [self._width] if input.is_cuda else self._pieces
+        text = f"gather({len(pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
         call = issue_call(channel_of(group, input.device), text)
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
-        operation = ExactGather(call.context(plan, self.sent), input, kept, self._pieces)
+        operation = ExactGather(call.context(plan, self.sent), input, kept, pieces)
         call.channel.submit(operation, call.site, async_op=False)
         output.copy_(kept)
         self._tally.plain_weights += operation.plain
@@ -365,35 +361,18 @@ class ExactGather(Operation):
         new = self._new_P[index]
         old_W = [old_P[index] for old_P in self._old_WP]
         own = _difference(new, old_W[rank])
-        lengths_W = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
-        lengths_W[rank].fill_(own.numel())
-        yield self._link.gather([length.view(torch.uint8) for length in lengths_W], self._tags[0])
-        wires_W = [new.new_empty(int(length), dtype=torch.uint8) for length in lengths_W]
-        wires_W[rank] = own
-        yield self._link.gather(wires_W, self._tags[0] + 1)
+        lengths_W = new.new_full((world, 1), own.numel(), dtype=torch.int64)
+        yield self._link.gather(lengths_W.view(torch.uint8).unbind(), self._tags[0])
+        wires_W = [own.new_empty(length) for length in lengths_W.flatten().tolist()]
+        others = others_first(rank, world)[:-1]
+        sends = [(peer, own) for peer in others if own.numel()]
+        receives = [(peer, wires_W[peer]) for peer in others if wires_W[peer].numel()]
+        yield self._link.exchange(sends, receives, self._tags[0] + 1)
         self.sent_bytes += (world - 1) * (_LENGTH_BYTES + own.nbytes)
         self.plain += own.nbytes == new.nbytes
         wires_W[rank] = new.view(torch.uint8)
         for wire, old in zip(wires_W, old_W, strict=True):
             _update(old, wire)
-
-
-def exchange(new: Tensor, old_W: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Bring `old_W` up to all ranks' rows by torch's own messages. `new` is this rank's; returns its wire."""
-    rank = group.rank()
-    own = _difference(new, old_W[rank])
-    lengths = new.new_empty(group.size(), dtype=torch.int64)
-    dist.all_gather([*lengths.split(1)], lengths.new_full((1,), own.numel()), group)
-    wires_W = [own.new_empty(length) for length in lengths.tolist()]
-    others = [r for r in range(group.size()) if r != rank]
-    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=r) for r in others if own.numel()]
-    receives = [dist.P2POp(dist.irecv, wires_W[r], group=group, group_peer=r) for r in others if wires_W[r].numel()]
-    for work in dist.batch_isend_irecv(sends + receives) if sends or receives else ():
-        work.wait()
-    wires_W[rank] = new.view(torch.uint8)
-    for wire, old in zip(wires_W, old_W, strict=True):
-        _update(old, wire)
-    return own
 
 
 def _update(old: Tensor, wire: Tensor) -> None:
