@@ -18,7 +18,6 @@ from thinwire.collectives import chunks, torch_verbs
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.failures import CallSite
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
@@ -26,16 +25,16 @@ from thinwire.collectives.sums import OneShot, TwoPhase
 
 pytestmark = list(needs_cuda)
 N = 40_000
-SITE = CallSite(1, "all_reduce")
 
 
-def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
+def submit_sum(channel: Channel, codec: Codec, kind: type, x: Tensor) -> Any:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
     reducer, chunking = kind(channel.transport), chunks.Chunking(x.numel(), 16_384)
     lane = LaneSpec(x.numel(), codec, codec, dtype=x.dtype, chunking=chunking)
     size = reducer.scratch_bytes(lane, chunking.chunk)
-    context = issue_call(channel, "all_reduce").context(CallPlan("all_reduce", [lane], size, 3 * size), 7)
-    return AllReduce(context, [Lane(lane, Flat([x]))], reducer, 1.0)
+    plan = CallPlan("all_reduce", [lane], size, 3 * size)
+    call = issue_call(channel, "all_reduce", plan, outputs=[x], step=7, async_op=True)
+    return channel.submit(AllReduce(call.context(), [Lane(lane, Flat([x]))], reducer, 1.0), call)
 
 
 def nccl_channel() -> Channel:
@@ -56,9 +55,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     channel, codec = nccl_channel(), thinwire.codec(spec)
     x = torch.randn(N, device=CUDA).to(dtype)
     expected, y = x.clone(), x.clone()
-    channel.submit(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
+    submit_sum(channel, codec, KINDS[kind], expected).wait()  # warm
     with no_host_sync():
-        work = channel.submit(stream_operation(channel, codec, KINDS[kind], y), SITE)
+        work = submit_sum(channel, codec, KINDS[kind], y)
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -91,20 +90,20 @@ def test_a_collective_is_captured_in_a_graph(group: dist.ProcessGroup, spec: str
     x, warm = torch.randn(N, device=CUDA), torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        channel.submit(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
+        submit_sum(channel, codec, reducer, x.clone()).wait()
     torch.cuda.synchronize()
     time.sleep(0.5)  # NCCL's watchdog asks for finished works, which a capture would forbid
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it waits for NCCL
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            channel.submit(stream_operation(channel, codec, reducer, x), SITE).wait()
+            submit_sum(channel, codec, reducer, x).wait()
     errors = []
     for _ in range(3):
         numbers = torch.randn(N, device=CUDA)
         x.copy_(numbers)
         graph.replay()
-        channel.submit(stream_operation(channel, codec, reducer, numbers), SITE).wait()
+        submit_sum(channel, codec, reducer, numbers).wait()
         errors.append(float((x - numbers).abs().max()))
     return errors
 
@@ -160,8 +159,8 @@ def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -
     out, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = issue_call(channel, "all_gather")
-    work = torch_verbs.all_gather(call, out, x, [out], async_op=True)
+    call = issue_call(channel, "all_gather", outputs=[out], async_op=True)
+    work = torch_verbs.all_gather(call, (out, x))
     assert work is not None
     with torch.cuda.stream(side):
         work.wait()

@@ -86,10 +86,10 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        call = issue_call(channel, "all_reduce")
-        context = call.context(CallPlan("all_reduce", [spec], size, 3 * size), step)
+        plan = CallPlan("all_reduce", [spec], size, 3 * size)
+        call = issue_call(channel, "all_reduce", plan, outputs=[x], step=step, async_op=True)
         lane = Lane(spec, Flat([x]), carry, None, told.append)
-        channel.submit(AllReduce(context, [lane], reducer, 1.0), call.site).wait()
+        channel.submit(AllReduce(call.context(), [lane], reducer, 1.0), call).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -24,10 +24,11 @@ import thinwire
 from cases import CPU, digest, generated, given, on_ranks, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
-from thinwire.collectives.channel import Channel
+from thinwire.collectives.channel import Channel, IssuedCall
 from thinwire.collectives.chunks import Flat, Scratch, Span
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing
+from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Stages
 from thinwire.errors import CollectiveError
 
@@ -475,18 +476,22 @@ class Fails(Operation):
     chunk_bytes = 64
     scratch_bytes = 128
 
-    def __init__(self) -> None:
-        self.outputs = []
+    def __init__(self) -> None: ...
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         yield ()
         raise OSError("the cable is cut")
 
 
+def submit_failing(member: Group) -> Any:
+    channel = channel_of(member)
+    return channel.submit(Fails(), IssuedCall(channel, SITE, CallPlan(""), async_op=True))
+
+
 @on_ranks(2)
 def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(group: Group) -> None:
     member, said = dist.new_group(), []
-    works = [channel_of(member).submit(Fails(), SITE) for _ in range(2)]
+    works = [submit_failing(member) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
         works[0].get_future().wait,
@@ -521,7 +526,7 @@ def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fa
     found = [len(thread_names()) == len(before) + 2, len(channels._groups) == kept + 1]  # one compares, one sends
     if fails:  # after which the thread ends by itself
         with suppress(OSError):
-            channel_of(member).submit(Fails(), SITE).wait()
+            submit_failing(member).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)

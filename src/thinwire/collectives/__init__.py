@@ -1,24 +1,22 @@
 """torch.distributed's verbs with a codec: same signatures, same places, 1 to 8 bits on the wire.
 
-To add a verb: write what one chunk does in `operations.py`, how a call is planned in `plan.py`, its signature in the
-module of its kind (reduce, moves, point_to_point), its bytes in `cost.py`, and export it here and in thinwire.
+To add a verb: write what one chunk does in `operations.py`, how a call is planned in `plan.py`, its signature in
+`verbs.py`, its bytes in `cost.py`, and export it here and in thinwire.
 """
 
 from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
 from thinwire.collectives.channel import Traffic, traffic
 from thinwire.collectives.cost import Choice
-from thinwire.collectives.moves import (
+from thinwire.collectives.point_to_point import batch_isend_irecv, irecv, isend, recv, send
+from thinwire.collectives.verbs import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
+    all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     broadcast,
-)
-from thinwire.collectives.point_to_point import batch_isend_irecv, irecv, isend, recv, send
-from thinwire.collectives.reduce import (
-    all_reduce,
-    all_reduce_coalesced,
     explain,
     measure,
     reduce_scatter_single,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import groups, moves, reduce
+from thinwire.collectives import groups, verbs
 from thinwire.collectives.sums import flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
@@ -69,20 +69,13 @@ def auto_quantize(
 Arguments = dict[str, Any]  # of a call, by parameter name
 Verb = Callable[..., Work | None]
 _Call = tuple[Verb, Arguments, Sequence[Tensor]]  # about to be made, and the tensors the caller will look at
-_VERBS: dict[str, Verb] = {
-    "all_gather": moves.all_gather,
-    "all_gather_into_tensor": moves.all_gather_into_tensor,
-    "all_gather_single": moves.all_gather_into_tensor,
-    "all_reduce": reduce.all_reduce,
-    "all_reduce_coalesced": reduce.all_reduce_coalesced,
-    "all_to_all": moves.all_to_all,
-    "all_to_all_single": moves.all_to_all_single,
-    "broadcast": moves.broadcast,
-    "reduce_scatter_single": reduce.reduce_scatter_tensor,
-    "reduce_scatter_tensor": reduce.reduce_scatter_tensor,
-}
+_NAMES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
+    *("all_to_all_single", "broadcast", "reduce_scatter_single", "reduce_scatter_tensor"),
+)
+_VERBS: dict[str, Verb] = {name: getattr(verbs, name) for name in _NAMES}
 _ALIASES = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
-_REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
+_REDUCES = (verbs.all_reduce, verbs.all_reduce_coalesced)
 
 
 def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
@@ -97,14 +90,14 @@ def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
     many = many or [tensor.new_empty(0) for _ in one]
     receives, sends = (many, one) if gathers else (one, many)
     passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
-    return moves.all_to_all, passed | _only(arguments, "async_op"), outputs
+    return verbs.all_to_all, passed | _only(arguments, "async_op"), outputs
 
 
 def _reduce(arguments: Arguments) -> _Call:
     group = groups.resolve(arguments.get("group"))
     is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
     tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
-    return reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor]
+    return verbs.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor]
 
 
 def _reduce_scatter(arguments: Arguments) -> _Call:
@@ -115,7 +108,7 @@ def _reduce_scatter(arguments: Arguments) -> _Call:
         raise CollectiveError(f"reduce_scatter: expected {output.numel()} elements, the output's, got {lengths}")
     whole = torch.cat([tensor.reshape(-1) for tensor in listed])
     passed = {"output": output, "input": whole} | _only(arguments, "op", "group", "async_op")
-    return reduce.reduce_scatter_tensor, passed, [output]
+    return verbs.reduce_scatter_tensor, passed, [output]
 
 
 def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:

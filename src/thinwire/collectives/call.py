@@ -5,43 +5,22 @@ like an earlier one is found by its raw arguments, before anything is checked or
 """
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives.channel import Channel, bounded, known_channel
+from thinwire.collectives.channel import Channel, IssuedCall, bounded, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.pipeline import CallContext, broken
+from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, plan_verb
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_PLAN = CallPlan("")  # of calls that are not planned here
-
-
-@dataclass
-class IssuedCall:
-    """A call that counts in the group's order of calls."""
-
-    channel: Channel
-    site: CallSite
-    plan: CallPlan
-    most_sent: int = 0  # elements that one rank sends in an exchange that was compared
-
-    def context(self, plan: CallPlan, step: int | None) -> CallContext:
-        """Number the call's step, draw its tags, and return what its operation needs to know."""
-        channel = self.channel
-        number = channel.next_step() if step is None else check_step(step)
-        self.site.step = number
-        fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
-        tags = tuple(link.draw_tags(fingerprint) for link in channel.transports)
-        return CallContext(channel.transport, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
 
 def issue_call(
@@ -49,6 +28,9 @@ def issue_call(
     text: str,
     plan: CallPlan | None = None,
     *,
+    outputs: Sequence[Tensor] = (),
+    step: int | None = None,
+    async_op: bool = False,
     lengths: Lengths | None = None,
     anew: bool = False,
 ) -> IssuedCall:
@@ -60,7 +42,7 @@ def issue_call(
         channel.calls += 1  # all ranks make their calls in the same order
         site = CallSite(channel.calls, text, known)
     most_sent = 0 if known and not channel.handshake.every_call else channel.compare(site, lengths)
-    return IssuedCall(channel, site, plan or _NO_PLAN, most_sent)
+    return IssuedCall(channel, site, plan or _NO_PLAN, outputs, step, async_op, most_sent)
 
 
 def issue_known(
@@ -83,7 +65,7 @@ def issue_known(
             return None
         dtype = tensors[0].dtype
         plan = channel.known.get((verb, codec, algorithm, how, dtype, *[tensor.shape for tensor in tensors]))
-    except (TypeError, AttributeError):  # wrong arguments: the checks raise for them
+    except (TypeError, AttributeError, IndexError):  # wrong arguments: the checks raise for them
         return None
     if plan is None:
         return None
@@ -94,7 +76,7 @@ def issue_known(
             return None
     if step is not None:
         check_step(step)  # before the call counts
-    return issue_call(channel, plan.text, plan)
+    return issue_call(channel, plan.text, plan, step=step)
 
 
 def remember(
@@ -112,6 +94,7 @@ def remember(
 def issue_planned(
     channel: Channel,
     key: PlanKey,
+    step: int | None,
     trial: Trial,
     shares: Sequence[int],
     lengths: Lengths | None = None,
@@ -124,7 +107,7 @@ def issue_planned(
     """
     text = str(key)
     plan = channel.plans.get(text)
-    call = issue_call(channel, text, plan, lengths=lengths, anew=plan is None)
+    call = issue_call(channel, text, plan, step=step, lengths=lengths, anew=plan is None)
     if plan is not None:
         return call
     choose = fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial, shares)

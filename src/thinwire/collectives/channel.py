@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -23,7 +24,7 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
-from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
+from thinwire.collectives.pipeline import CallContext, Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import Transport
@@ -34,6 +35,28 @@ from thinwire.errors import CollectiveError, PeerError
 _GRACE_S = 0.5  # how long the end of the process waits for pipelines to end by themselves
 _END_S = 5.0  # and once their connections are closed: kernels end by themselves
 MOST_KINDS = 1024  # of calls that are remembered; ranks make the same calls, so they forget alike
+
+
+@dataclass
+class IssuedCall:
+    """A call that counts in the group's order of calls."""
+
+    channel: "Channel"
+    site: CallSite
+    plan: CallPlan
+    outputs: Sequence[Tensor] = ()  # the caller's tensors that it fills
+    step: int | None = None  # None: the group counts
+    async_op: bool = False
+    most_sent: int = 0  # elements that one rank sends in an exchange that was compared
+
+    def context(self) -> CallContext:
+        """Number the call's step, draw its tags, and return what its operation needs to know."""
+        channel = self.channel
+        number = channel.next_step() if self.step is None else check_step(self.step)
+        self.site.step = number
+        fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
+        tags = tuple(link.draw_tags(fingerprint) for link in channel.transports)
+        return CallContext(channel.transport, number, tags, self.plan.chunk_bytes, self.plan.scratch_bytes)
 
 
 class Channel:
@@ -85,27 +108,15 @@ class Channel:
         self.plans.setdefault(site.text, None)
         return found
 
-    def submit(
-        self,
-        operation: Operation,
-        site: CallSite,
-        outputs: Sequence[Tensor] | None = None,
-        async_op: bool = True,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Work | None:
-        """Queue the operation of a call in the group's pipeline; return its work or, unless `async_op`, wait for it.
+    def submit(self, operation: Operation, call: IssuedCall) -> Work | None:
+        """Queue the operation of a call in the group's pipeline; return its work, or wait for it.
 
-        `outputs`: the caller's tensors. `copies`: (tensor, numbers) of those that are worked on elsewhere. On a GPU's
-        stream the operation runs as a program: the stream waits, the host does not.
+        On a GPU's stream the operation runs as a program: the stream waits, the host does not.
         """
-        if outputs is not None:
-            operation.outputs = list(outputs)
-        operation.copies = copies
         if self.caller_space is not None:
-            program = functools.partial(run_on_stream, operation)
-            return self.launch(program, operation.memory(), operation.outputs, 0, site, async_op, in_order=True)
-        operation.work = work = Work(operation.outputs, self._pipeline)
-        operation.site = site
+            return self.launch(functools.partial(run_on_stream, operation), operation.memory(), call, in_order=True)
+        operation.work = work = Work(list(call.outputs), self._pipeline)
+        operation.site = call.site
         operation.groups = tuple(link.group for link in self.transports)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
@@ -117,7 +128,7 @@ class Channel:
             self._inbox.put(operation)
         if self._pipeline.failure is not None:  # the thread has ended, or will
             refuse(self._inbox, self._pipeline.failure)
-        if async_op:
+        if call.async_op:
             return work
         work.wait()
         return None
@@ -126,25 +137,23 @@ class Channel:
         self,
         program: Program,
         tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        step: int | None,
-        site: CallSite,
-        async_op: bool = False,
+        call: IssuedCall,
         *,
         written: int = 1,
         is_first_run: bool | None = None,
         in_order: bool = False,
     ) -> Work | None:
-        """Launch the program of a call on the caller's stream or, with `async_op`, on one of the group's.
+        """Launch the program of a call on the caller's stream or, if asynchronous, on one of the group's.
 
         The host does not wait, unless torch was told to block in NCCL's calls. The program writes the first `written`
-        tensors, which are the caller's `outputs` or views of them; where a tensor is not contiguous it runs on copies.
+        tensors, which are the call's outputs or views of them; where a tensor is not contiguous it runs on copies.
         Before the first run (None: if the call is the first of its kind) its kernels are compiled, all at once.
         `in_order`: of an operation, neither is done, and asynchronous ones share one stream, since they add to the same
         feedback and statistics.
         """
         assert self.caller_space is not None
-        number = self.next_step() if step is None else check_step(step)
+        site, outputs, async_op = call.site, call.outputs, call.async_op
+        number = 0 if in_order else self.next_step() if call.step is None else check_step(call.step)
         if is_first_run is None:
             is_first_run = not site.known
         if not in_order and not all(map(Tensor.is_contiguous, tensors)):
@@ -160,12 +169,14 @@ class Channel:
             try:
                 if space is None:
                     program(self.caller_space, tensors, number)
-                    self.settle(site)
+                    if self.transport.blocking:
+                        self.settle(site)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
                         program(space, tensors, number)
                         work = StreamWork(list(outputs), stream)
-                        self.settle(site)
+                        if self.transport.blocking:
+                            self.settle(site)
             except BaseException as error:
                 # It has sent what others wait to go on with: no other call may follow it.
                 self._failed = f"{type(error).__name__}: {error}"
@@ -182,9 +193,8 @@ class Channel:
         return Work(list(outputs)).finished() if async_op else None
 
     def settle(self, site: CallSite) -> None:
-        """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
-        if self.transport.blocking:
-            self.failures.guard(site, self.transport.settle)
+        """Wait for what the current stream was given by a call; raises PeerError."""
+        self.failures.guard(site, self.transport.settle)
 
     @property
     def scratch_bytes(self) -> int:

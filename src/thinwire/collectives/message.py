@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
 from thinwire.collectives import operations
-from thinwire.collectives.call import IssuedCall, issue_call
-from thinwire.collectives.channel import Channel, bounded, channel_of
+from thinwire.collectives.call import issue_call
+from thinwire.collectives.channel import Channel, IssuedCall, bounded, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
@@ -122,14 +122,15 @@ class Message(_LaneMessage):
 
         `copies`: at the end tensor = numbers for these (tensor, numbers).
         """
-        call = issue_call(self.channel, self.text)
         parts = zip(self._plan.lanes, tensors_L, hooks, strict=True)
         lanes = [Lane(spec, Flat(tensors), *lane_hooks) for spec, tensors, lane_hooks in parts]
         scattered = [lane.flat.scattered for lane in lanes]
         plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.reducer is not None
-        operation = operations.AllReduce(call.context(plan, step), lanes, plan.reducer, self._scale, meter)
-        work = call.channel.submit(operation, call.site, outputs, True, copies)
+        call = issue_call(self.channel, self.text, plan, outputs=outputs, step=step, async_op=True)
+        operation = operations.AllReduce(call.context(), lanes, plan.reducer, self._scale, meter)
+        operation.copies = copies
+        work = self.channel.submit(operation, call)
         assert work is not None
         return work
 
@@ -175,29 +176,26 @@ class RowMessage(_LaneMessage):
         feedback. Gather: `outputs` is the rows of all ranks, `inputs` the own row, which may be a part of them.
         `note`: where a program notes numbers that are not finite.
         """
-        call = issue_call(self.channel, self.text)
+        call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step)
         if self.program is None or hooks is not None:
-            operation = row_operation(call, self._plan, outputs, inputs, step, self.scale, hooks)
-            self.channel.submit(operation, call.site, outputs, False)
+            self.channel.submit(row_operation(call, outputs, inputs, self.scale, hooks), call)
             return
         program = self.program if note is None else functools.partial(self.program, bad=note)
         tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        self.channel.launch(program, tensors, outputs, step, call.site, written=len(outputs))
+        self.channel.launch(program, tensors, call, written=len(outputs))
 
 
 def row_operation(
     call: IssuedCall,
-    plan: CallPlan,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    step: int | None,
     scale: float | None,
     hooks: Sequence[LaneHooks] | None = None,
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
-    parts = zip(plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
+    parts = zip(call.plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
     lanes = [Lane(spec, Flat([x]), *lane_hooks) for spec, x, lane_hooks in parts]
-    context = call.context(plan, step)
+    context = call.context()
     if scale is not None:
         return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]

@@ -50,7 +50,6 @@ class Operation:
     """One call of a verb: what its chunks do, how much scratch each of them needs, and who waits for it."""
 
     in_order: bool = False  # see [Note: No deadlock]
-    outputs: list[Tensor]  # the caller's own
     copies: Sequence[tuple[Tensor, Tensor]] = ()  # at the end tensor = numbers, for what was worked on elsewhere
     work: Work
     site: CallSite
@@ -69,7 +68,6 @@ class Operation:
         self.scratch_bytes = context.scratch_bytes
         self._outputs = outputs
         self._inputs = inputs
-        self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
 
     def memory(self) -> Sequence[Tensor]:
         """Every tensor that is read or written, apart from scratch."""

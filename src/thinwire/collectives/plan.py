@@ -241,8 +241,10 @@ def plan_sum(key: PlanKey, links: tuple[Transport, ...], mesh: DeviceMesh | None
     across = (codecs[-1], codecs[-1]) if on_mesh else None
     lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
     scale = key.reduction.scale(math.prod(link.world for link in links))
-    plan = sum_plan(plain.text, [lane], links, algorithm, scale)
-    return replace(with_scratch(plan, [len(key.lengths) > 1]), reduction=key.reduction)
+    plan = replace(sum_plan(plain.text, [lane], links, algorithm, scale), reduction=key.reduction)
+    if len(key.lengths) > 1 and plan.program is not None:
+        plan = replace(plan, program=functools.partial(programs.coalesced, plan.program))
+    return with_scratch(plan, [len(key.lengths) > 1])
 
 
 def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:

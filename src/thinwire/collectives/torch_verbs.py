@@ -12,37 +12,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.call import IssuedCall, issue_call
-from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.call import issue_call
+from thinwire.collectives.channel import Channel, IssuedCall, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
+from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
+_SUM = CallPlan("", reduction=Reduction("sum"))
 
-def all_reduce(
-    call: IssuedCall, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
-) -> Work | None:
+
+def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = reduction.torch_op if whole else SUM
+    reduction = call.plan.reduction
+    options = _reducing(dist.AllreduceOptions(), reduction if whole else None)
     work = None
     for at, link in enumerate(links):
         if at:
             wait(work, call.channel, call.site)
         work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
-    return _end(call, work, outputs, finish, async_op, row)
+    return _end(call, work, finish, row)
+
+
+def _reducing(options: Any, reduction: Reduction | None) -> Any:
+    """torch's options for a reduction, or for a sum."""
+    options.reduceOp = SUM if reduction is None else reduction.torch_op
+    return options
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
-    call = issue_call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
+    text = f"average({tensor.numel()} of {tensor.dtype})"
+    call = issue_call(channel_of(group, tensor.device), text, _SUM, outputs=[tensor], async_op=True)
     tensor.mul_(1.0 / group.size())
-    work = all_reduce(call, [tensor], [tensor], Reduction("sum"), True)
+    work = all_reduce(call, [tensor])
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -72,45 +80,34 @@ def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGr
     wait(work, call.channel, call.site)
 
 
-def reduce_scatter(
-    call: IssuedCall, output: Tensor, input: Tensor, outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
-) -> Work | None:
+def reduce_scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     """torch's reduce_scatter into one tensor."""
+    output, input = parts
     link = call.channel.transport
-    whole = _row([output])
-    sent = _row([input])
-    by_torch = link.on_stream and link.world > 1
-    options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = reduction.torch_op if by_torch else SUM
-    work = _start(call, group_reduce_scatter, whole, sent, options)
-    finish = _finish([output], whole, None if by_torch else reduction, link.world)
-    return _end(call, work, outputs, finish, async_op, whole, sent)
+    by_torch = call.plan.reduction if link.on_stream and link.world > 1 else None
+    options = _reducing(dist.ReduceScatterOptions(), by_torch)
+    left = call.plan.reduction if by_torch is None else None
+    return _start(call, group_reduce_scatter, [output], _row([input]), options, reduction=left)
 
 
-def all_gather(
-    call: IssuedCall, output: Tensor, input: Tensor, outputs: Sequence[Tensor], async_op: bool
-) -> Work | None:
+def all_gather(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     """torch's all_gather into one tensor."""
-    whole = _row([output])
-    sent = _row([input])
-    work = _start(call, group_all_gather, whole, sent, c10d.AllgatherOptions())
-    return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
+    output, input = parts
+    return _start(call, group_all_gather, [output], _row([input]), c10d.AllgatherOptions())
 
 
-def all_gather_list(
-    call: IssuedCall, parts: Sequence[Tensor], input: Tensor, outputs: Sequence[Tensor], async_op: bool
-) -> Work | None:
+def all_gather_list(call: IssuedCall, parts: Sequence[Tensor], input: Tensor) -> Work | None:
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
     sent = _row([input])
     if len(set(sizes)) > 1 or len(sizes) == 1:
         splits = sizes, [sent.numel()] * len(sizes)
-        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
+        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits)
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
     work = call.channel.transport.group.allgather([rows], [sent], c10d.AllgatherOptions())
-    return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
+    return _end(call, work, None if in_place else _finish(parts, whole), sent, whole)
 
 
 def all_to_all(
@@ -118,26 +115,22 @@ def all_to_all(
     parts: Sequence[Tensor],
     inputs: Sequence[Tensor],
     splits: Sequence[list[int]],  # of outputs and inputs, in elements
-    outputs: Sequence[Tensor],
-    async_op: bool,
 ) -> Work | None:
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
-    whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
-    if overlap(whole, sent):  # torch would overwrite what it has not sent yet
+    if len(parts) == 1 and overlap(parts[0], sent):  # torch would overwrite what it has not sent yet
         sent = sent.clone()
-    work = _start(call, group_all_to_all, whole, sent, *splits, dist.AllToAllOptions())
-    return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
+    return _start(call, group_all_to_all, parts, sent, *splits, dist.AllToAllOptions())
 
 
-def broadcast(call: IssuedCall, tensor: Tensor, source: int, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
-    """torch's broadcast from the group's rank `source`."""
-    row = _row([tensor])
+def broadcast(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
+    """torch's broadcast from the source of the plan."""
+    row = _row(parts)
+    options: Any = dist.BroadcastOptions()
+    options.rootRank = call.plan.source
     link = call.channel.transport
-    options = dist.BroadcastOptions()
-    options.rootRank = source
     work = link.group.broadcast([row], options) if link.world > 1 else None
-    return _end(call, work, outputs, _finish([tensor], row), async_op, row)
+    return _end(call, work, _finish(parts, row), row)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -160,19 +153,31 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
 
 
-def _start(call: IssuedCall, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
-    """Start a torch collective. A rank alone only copies, whatever the dtype, and gets None."""
+def _start(
+    call: IssuedCall,
+    verb: Callable[..., Any],
+    parts: Sequence[Tensor],
+    sent: Tensor,
+    *how: object,
+    reduction: Reduction | None = None,
+) -> Work | None:
+    """Start a torch collective that fills `parts`. A rank alone only copies, whatever the dtype."""
+    whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(part.numel() for part in parts))
+    work = None
     if call.channel.world == 1:
-        out.copy_(sent)
-        return None
-    return verb(call.channel.transport.group, out, sent, *how)
+        whole.copy_(sent)
+    else:
+        work = verb(call.channel.transport.group, whole, sent, *how)
+    finish = _finish(parts, whole, reduction, call.channel.world)
+    return _end(call, work, finish, whole, sent)
 
 
 def wait(work: Any, channel: Channel, site: CallSite) -> None:
     """Wait for a torch Work."""
     if channel.transport.on_stream:
         work.wait()
-        channel.settle(site)
+        if channel.transport.blocking:
+            channel.settle(site)
     else:
         wait_for_torch(work, channel.failures, site)
 
@@ -203,23 +208,17 @@ def _finish(
     return finish
 
 
-def _end(
-    call: IssuedCall,
-    work: Any,
-    outputs: Sequence[Tensor],
-    finish: Callable[[], None] | None,
-    async_op: bool,
-    *temporaries: Tensor,
-) -> Work | None:
-    if work is None or not async_op:
+def _end(call: IssuedCall, work: Any, finish: Callable[[], None] | None, *temporaries: Tensor) -> Work | None:
+    outputs = list(call.outputs)
+    if work is None or not call.async_op:
         if work is not None:
             wait(work, call.channel, call.site)
         if finish is not None:
             finish()
-        return Work(list(outputs)).finished() if async_op else None
+        return Work(outputs).finished() if call.async_op else None
     stream = call.channel.stream
     if stream is None:
-        return TorchWork(work, list(outputs), finish, call.channel.failures, call.site)
+        return TorchWork(work, outputs, finish, call.channel.failures, call.site)
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
     with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()
@@ -228,4 +227,4 @@ def _end(
         for tensor in (*outputs, *temporaries):
             tensor.record_stream(stream)
     with torch.cuda.stream(stream):
-        return Work(list(outputs)).finished()
+        return Work(outputs).finished()

@@ -145,10 +145,9 @@ class GradientSync:
         if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
-            site = issue_call(channel, bucket.message.text).site
+            call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
             streamed.begin(self.tally)
-            new, given = streamed.is_new, (gradients.buffer,)
-            started: Work = channel.launch(streamed, given, (), self._step, site, True, is_first_run=new)
+            started: Work = channel.launch(streamed, (gradients.buffer,), call, is_first_run=streamed.is_new)
             streamed.is_new = False
             return started.future_of(output)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)

@@ -277,10 +277,10 @@ class Gatherer:
             return None
         pieces = [self._width] if input.is_cuda else self._pieces
         text = f"gather({len(pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
-        call = issue_call(channel_of(group, input.device), text)
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
-        operation = ExactGather(call.context(plan, self.sent), input, kept, pieces)
-        call.channel.submit(operation, call.site, async_op=False)
+        call = issue_call(channel_of(group, input.device), text, plan, outputs=[kept], step=self.sent)
+        operation = ExactGather(call.context(), input, kept, pieces)
+        call.channel.submit(operation, call)
         output.copy_(kept)
         self._tally.plain_weights += operation.plain
         self.sent += 1
