@@ -9,7 +9,7 @@ from benchmarks.kinds import alike, listed
 from thinwire.errors import ThinwireError
 from thinwire.tools import recommend
 from thinwire.tools.bench.record import Record, Row
-from thinwire.tools.report.cells import number, significant, text
+from thinwire.tools.report import number, significant, text
 
 MOST_BARS = 40  # of a chart; a record with more rows is read as a table
 COLORS = ("#0072b2", "#c94f00", "#007f5f", "#a8488a")  # distinct for the color-blind, too

@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 
 from benchmarks import delay, kinds as _tables  # noqa: F401, the tables of studies
+from thinwire.tools import report
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
 from thinwire.tools.cli.flags import Device, Words, option
 from thinwire.tools.local.link import BenchError, ShapedLink
-from thinwire.tools.report import tables
 
 Codecs = Annotated[Words, option("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
 MOST = 1 << 60  # elements; torch cannot count more of them
@@ -27,7 +27,7 @@ def start(command: Callable[..., None]) -> None:
 
 def show_with_notes(record: Record, console: Console) -> None:
     """The tables; rows' notes go to standard error, and where one has no time the status is 1."""
-    tables.show(record, console)
+    report.show(record, console)
     noted = [row for row in record.rows if row.get("note")]
     for row in noted:
         what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)

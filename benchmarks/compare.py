@@ -16,11 +16,11 @@ import typer
 
 from benchmarks.command import start
 from thinwire.errors import RecordError
+from thinwire.tools import report
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli import screen
-from thinwire.tools.report import tables
-from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
+from thinwire.tools.report import ABSENT, TextGrid, counted, fixed, number, significant, text
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
 ROUNDING = 1e-6  # relative; sums in another order differ by less
@@ -117,7 +117,7 @@ def command(
         kinds = " and a ".join(found.kind for found in records)
         raise typer.BadParameter(f"a {kinds} record share no row", param_hint="OLD NEW")
     found = compare(*records)
-    tables.show_grid(grid(found), screen.console())
+    report.show_grid(grid(found), screen.console())
     raise typer.Exit(int(fail_on_regression and found.is_worse))
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from thinwire.tools import recommend
+from thinwire.tools import recommend, report
 from thinwire.tools.bench.record import COLUMNS, TIMES, Row
-from thinwire.tools.report import kinds
-from thinwire.tools.report.cells import (
+from thinwire.tools.report import (
     ABSENT,
+    MS,
+    SPEEDUPS,
     Column,
     TextGrid,
     counted,
@@ -16,9 +17,10 @@ from thinwire.tools.report.cells import (
     scaled,
     scientific,
     significant,
+    table,
     text,
+    texts,
 )
-from thinwire.tools.report.kinds import MS, SPEEDUPS, table, texts
 
 COLUMNS |= {
     "codec": ("distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"),
@@ -40,7 +42,7 @@ COLUMNS |= {
 QAT = ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy")
 QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times_torch", "peak_bytes_per_element")
 _SHARE = Column("share", "copy_share", percent)
-kinds.TABLES |= {
+report.TABLES |= {
     "train": (
         "log ratio: ln(loss / fp32's), mean over seeds; val. gap: validation loss less fp32's, in nats; over fp32, "
         "over bf16: speedup over torch's own; kB: sent per rank and step; limit: compute plus bytes at the link's rate",
@@ -209,4 +211,4 @@ def _train_grid(rows: Sequence[Row]) -> list[TextGrid]:
     return [table("train", named, f"{how}; seed-to-seed spread of ln(loss) {spread}")]
 
 
-kinds.GRIDS |= {"train": _train_grid, "codec": _codec_grids, "kernels": _kernels_grids, "qat": _qat_grids}
+report.GRIDS |= {"train": _train_grid, "codec": _codec_grids, "kernels": _kernels_grids, "qat": _qat_grids}

@@ -17,12 +17,11 @@ from benchmarks.charts import BarChart
 from benchmarks.command import start
 from thinwire import __version__
 from thinwire.errors import RecordError
+from thinwire.tools import report
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import tables
-from thinwire.tools.report.cells import TextGrid, text
-from thinwire.tools.report.kinds import grids
+from thinwire.tools.report import TextGrid, grids, text
 
 TITLE = "thinwire report"
 # Nothing may be fetched, whatever a record says.
@@ -50,7 +49,7 @@ def page(records: Sequence[Record], *, title: str = TITLE, names: Sequence[str] 
     if compare.comparable(records):
         parts += ["<h2>Comparison</h2>", _table(compare.grid(compare.compare(*records)))]
     for found, name in zip(records, names or [""] * len(records), strict=True):
-        parts += [f"<h2>{_safe(f'{found.kind} {name}')}</h2>", f"<p class=how>{_safe(tables.conditions(found))}</p>"]
+        parts += [f"<h2>{_safe(f'{found.kind} {name}')}</h2>", f"<p class=how>{_safe(report.conditions(found))}</p>"]
         parts += [*map(_figure, charts.of(found)), *map(_table, grids(found))]
     style = Path(__file__).with_name("page.css").read_text()
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

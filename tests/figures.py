@@ -26,14 +26,13 @@ import benchmarks.kinds  # noqa: F401, the tables of studies
 from benchmarks import banner, scale
 from compared import LAYERS, Checked, everything, misses
 from thinwire.errors import RecordError
-from thinwire.tools import recommend
+from thinwire.tools import recommend, report
 from thinwire.tools.advise import cluster as clusters, model, verdict
 from thinwire.tools.advise.cluster import CodecSpeed
 from thinwire.tools.advise.verdict import column
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -183,7 +182,7 @@ def _rounded(seconds: float) -> float:
 def _table(found: re.Match[str]) -> str:
     asked, _, heads = found["files"].partition("; without: ")
     files, _, chosen = asked.partition("; ")
-    shown = "\n\n".join(tables.markdown(_rows(record.read(str(ROOT / file)), chosen)) for file in files.split(", "))
+    shown = "\n\n".join(report.markdown(_rows(record.read(str(ROOT / file)), chosen)) for file in files.split(", "))
     if heads:
         shown = "\n\n".join(_without(block, heads.split(", ")) for block in shown.split("\n\n"))
     return f"<!-- table: {found['files']} -->\n\n{shown}\n\n<!-- end table -->"

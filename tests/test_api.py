@@ -98,23 +98,19 @@ def test_a_larger_message_is_measured_when_it_comes(group: Group) -> None:
 
 @pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
 @on_ranks(2)
-def test_a_work_is_torchs(group: Group, algorithm: str) -> None:
+def test_a_work_is_torchs(group: Group, algorithm: Any) -> None:
+    how: Any = {"group": group, "async_op": True}
+    other: Any = how | {"algorithm": "plain" if algorithm == "plain" else "compressed"}
+    x, y, z = (similar(group.rank()) for _ in range(3))
+    part = torch.empty(N // group.size())
+    works: list[Any] = [thinwire.all_reduce(x, algorithm=algorithm, **how), thinwire.broadcast(y, group_src=0, **other)]
+    works.append(thinwire.reduce_scatter_tensor(part, z, **other))
     found = []
-    for verb in ("all_reduce", "reduce_scatter_tensor", "broadcast"):
-        x = similar(group.rank())
-        name = algorithm if verb == "all_reduce" or algorithm == "plain" else "compressed"
-        options: dict[str, Any] = {"group": group, "async_op": True, "algorithm": name}
-        if verb == "all_reduce":
-            work = thinwire.all_reduce(x, **options)
-        elif verb == "broadcast":
-            work = thinwire.broadcast(x, group_src=0, **options)
-        else:
-            x = torch.empty(N // group.size())
-            work = thinwire.reduce_scatter_tensor(x, similar(group.rank())[: x.numel() * group.size()], **options)
+    for work, given in zip(works, (x, y, part), strict=True):
         work.synchronize()
         (result,) = work.result()
-        facts = isinstance(work, dist.Work), result is x, work.is_completed(), work.is_success()
-        found.append((*facts, work.exception() is None, work.get_future().wait()[0] is x))
+        facts = isinstance(work, dist.Work), result is given, work.is_completed(), work.is_success()
+        found.append((*facts, work.exception() is None, work.get_future().wait()[0] is given))
     assert all(all(facts) for facts in found), found
 
 
@@ -140,7 +136,6 @@ def test_plans_of_ever_new_sizes_are_forgotten(group: Group) -> None:
 
 @on_ranks(2)
 def test_ranks_exchange_with_a_codec_that_depends_on_sizes(group: Group) -> None:
-    """A codec that depends on sizes, which only their own rank knows."""
     fresh = dist.new_group()
     codec = "bysize(small=bf16; large=int8; min_numel=100)"
     found = []

@@ -23,7 +23,7 @@ import thinwire
 from programs import Ended
 from thinwire.kernels import cpu, dispatch, reference
 from thinwire.tools.bench import exchange, record
-from thinwire.tools.cli import checkup, selftest
+from thinwire.tools.cli import checkup
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import specs as split
 
@@ -135,7 +135,7 @@ def test_ctrl_c_is_an_interruption_whatever_runs(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def few_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
+    monkeypatch.setattr(checkup, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
 
 
 @pytest.mark.usefixtures("few_codecs")
@@ -170,7 +170,7 @@ def test_doctor_tells_the_backend_that_the_environment_asks_for(
 @pytest.mark.usefixtures("few_codecs")
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="the C kernels were not built")
 def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "differences", lambda *request: (40, ["recode int8"]))
+    monkeypatch.setattr(checkup, "differences", lambda *request: (40, ["recode int8"]))
     result = call("doctor")
     assert result.exit_code == 1
     line = next(line for line in result.stdout.splitlines() if line.startswith("✗"))
@@ -178,13 +178,13 @@ def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPat
 
 
 def test_doctor_compares_few_kernels_that_have_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "names", lambda: ("int2",))
-    monkeypatch.setattr(selftest, "OPTIONS", ())
+    monkeypatch.setattr(checkup, "names", lambda: ("int2",))
+    monkeypatch.setattr(checkup, "OPTIONS", ())
     monkeypatch.setattr(checkup, "BACKENDS", {"card": reference})
     monkeypatch.setattr(checkup, "_native", lambda: iter(()))
     monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
     line = next(line for line in call("doctor").stdout.splitlines() if "card self-test" in line)
-    compared, _ = selftest.differences(reference, torch.device("cpu"), few=True)
+    compared, _ = checkup.differences(reference, torch.device("cpu"), few=True)
     assert line.split(maxsplit=3)[-1] == f"{compared} results have the bytes of the reference (of int8 and lloyd4)"
 
 
@@ -289,10 +289,10 @@ def test_the_self_test_finds_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> No
             out[-1] = out[-1] + 1
 
     wrong: Any = SimpleNamespace(**vars(reference) | {"decode_sum": decode_sum})
-    monkeypatch.setattr(selftest, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
-    compared, differing = selftest.differences(wrong, torch.device("cpu"))
-    wires = 2 * len(selftest.CASES)
+    monkeypatch.setattr(checkup, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
+    compared, differing = checkup.differences(wrong, torch.device("cpu"))
+    wires = 2 * len(checkup.CASES)
     assert compared == 5 * wires
     assert len(differing) == wires
     assert differing[0] == "decode_sum int8 torch.float32 numel=385"
-    assert selftest.differences(reference, torch.device("cpu")) == (compared, [])
+    assert checkup.differences(reference, torch.device("cpu")) == (compared, [])

@@ -10,13 +10,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import figures
+from thinwire.tools import report
 from thinwire.tools.advise import verdict
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
-from thinwire.tools.cli import demo as cli, training
+from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
-from thinwire.tools.report import kinds
 
 
 def call(*flags: str) -> Result:
@@ -46,12 +46,12 @@ def test_in_a_pipe(tmp_path: Path) -> None:
 
 def test_on_a_link_the_measured_steps_decide_with_the_losses_of_the_run() -> None:
     found = figures.recorded("demo_1gbit.json")
-    choice = cli.measured(found.rows, verdict.losses_of(found, "this run"))
+    choice = demo.measured(found.rows, verdict.losses_of(found, "this run"))
     assert choice.plain.step_s == pytest.approx(1e-3 * float(str(found.rows[0]["step_ms"])))
     shown = shown_by(found)
     assert "Verdict for this network over 1gbit, from this run's steps and losses:\n" in shown
     spoiled = [{**row, "val_gap_nats": 0.5} for row in found.rows]
-    worse = cli.measured(spoiled, verdict.losses_of(Record("train", found.conditions, spoiled), "this run"))
+    worse = demo.measured(spoiled, verdict.losses_of(Record("train", found.conditions, spoiled), "this run"))
     assert worse.safe.name in ("fp32", "bf16")
     assert worse.faster is None
 
@@ -65,7 +65,7 @@ def test_one_seed_and_fp32_alone_give_no_verdict() -> None:
 
 
 def test_report_prints_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "GRIDS", {})  # without those of studies
+    monkeypatch.setattr(report, "GRIDS", {})  # without those of studies
     path = str(figures.ROOT / "benchmarks" / "demo_1gbit.json")
     _, *table = CliRunner().invoke(app, ["report", path]).stdout.splitlines()[:7]
     assert " ".join(table[0].split()) == "scheme loss gap ± step ms over fp32 over bf16 kB fewer ×"
@@ -75,14 +75,14 @@ def test_report_prints_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown_by(found: Record) -> str:
     file = io.StringIO()
-    cli.show(found, Console(file=file, width=200))
+    demo.show(found, Console(file=file, width=200))
     return file.getvalue()
 
 
 def test_a_link_is_shaped_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     found = figures.recorded("demo.json")
-    monkeypatch.setattr(training, "run", lambda *given, **named: asked.append(given[3]) or found)
+    monkeypatch.setattr(demo, "run", lambda *given, **named: asked.append(given[3]) or found)
     monkeypatch.setattr(links, "become_root", lambda: None)
     monkeypatch.setattr(links, "hosts", lambda count, link: contextlib.nullcontext())
     assert call().exit_code == 0

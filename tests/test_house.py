@@ -132,9 +132,9 @@ LINES = {  # at most
     "kernels": 7133,
     "tools.bench": 1031,
     "tools.advise": 896,
-    "tools.report": 304,
+    "tools.report": 281,
     "tools.local": 458,
-    "tools": 4712,
+    "tools": 4675,
     "qat": 2316,
 }
 
@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (24, 5723, 65), "integrations": (20, 5634, 53)}
+BUDGETS = {"collectives": (23, 5678, 65), "integrations": (20, 5625, 52)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_115),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 32_001),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

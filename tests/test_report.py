@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import compare
 from cases import generated
+from thinwire.tools import report
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, kinds, tables
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.json"))
@@ -42,39 +42,45 @@ def call(*arguments: str) -> Result:
 @generated(30)
 @given(st.text(max_size=20) | st.none() | st.booleans() | st.integers() | st.floats())
 def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
-    assert all(letter.isprintable() for letter in cells.text(value))
-    shown = [cells.significant(value), cells.scientific(value), cells.percent(value), cells.fixed(2)(value)]
+    assert all(letter.isprintable() for letter in report.text(value))
+    shown = [report.significant(value), report.scientific(value), report.percent(value), report.fixed(2)(value)]
     assert all("inf" not in text and "nan" not in text for text in shown)
 
 
 def test_numbers() -> None:
-    assert [cells.significant(x) for x in (0, 0.01234, 1.234, 12.34, 1234.4)] == ["0", "0.0123", "1.23", "12.3", "1234"]
-    assert [cells.percent(x) for x in (0.0042, 0.0521, 0.961)] == ["0.4%", "5.2%", "96%"]
-    assert (cells.scientific(0.0095), cells.fixed(3, "+")(0.0124)) == ("9.50e-3", "+0.012")
-    assert (cells.counted(1, "row"), cells.counted(2, "row")) == ("1 row", "2 rows")
-    assert (cells.significant(math.inf), cells.percent(None), cells.number(10**400)) == ("–", "–", None)
+    assert [report.significant(x) for x in (0, 0.01234, 1.234, 12.34, 1234.4)] == [
+        "0",
+        "0.0123",
+        "1.23",
+        "12.3",
+        "1234",
+    ]
+    assert [report.percent(x) for x in (0.0042, 0.0521, 0.961)] == ["0.4%", "5.2%", "96%"]
+    assert (report.scientific(0.0095), report.fixed(3, "+")(0.0124)) == ("9.50e-3", "+0.012")
+    assert (report.counted(1, "row"), report.counted(2, "row")) == ("1 row", "2 rows")
+    assert (report.significant(math.inf), report.percent(None), report.number(10**400)) == ("–", "–", None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_committed_record_has_tables(name: str) -> None:
-    for grid in kinds.grids(recorded(name)):
+    for grid in report.grids(recorded(name)):
         assert grid.rows
         assert len(set(grid.header)) == len(grid.header), "no two columns have one name"
         assert all(len(row) == len(grid.header) for row in grid.rows)
-        assert any(cell != cells.ABSENT for row in grid.rows for cell in row[grid.labels :])
+        assert any(cell != report.ABSENT for row in grid.rows for cell in row[grid.labels :])
 
 
 def test_a_kind_without_a_table_of_its_own_has_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `thinwire report` shows the records of studies."""
-    monkeypatch.setattr(kinds, "GRIDS", {})
-    (grid,) = kinds.grids(recorded("codec_cpu"))
+    monkeypatch.setattr(report, "GRIDS", {})
+    (grid,) = report.grids(recorded("codec_cpu"))
     assert {"distribution", "codec", "wire_bits", "nmse"} <= set(grid.header)
     assert (grid.header[0], len(grid.rows)) == ("distribution", len(recorded("codec_cpu").rows))
 
 
 def test_labels_that_are_the_same_everywhere_stand_in_the_title() -> None:
     rows = [{"verb": "all_reduce", "codec": codec, "world": 2, "link": "1gbit", "ms_p50": 1.0} for codec in ("a", "b")]
-    (grid,) = kinds.grids(a_record("collectives", *rows))
+    (grid,) = report.grids(a_record("collectives", *rows))
     assert grid.title == "verb all_reduce, world 2, link 1gbit. over fp32, over bf16: speedup over torch's own"
     assert (grid.header, grid.labels) == (["codec", "ms"], 1)
 
@@ -83,7 +89,7 @@ def test_labels_that_are_the_same_everywhere_stand_in_the_title() -> None:
 def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int, whole: bool) -> None:
     console = Console(width=columns, force_terminal=True, color_system=None, record=True)
     with console.capture() as shown:
-        tables.show(recorded("collectives_1gbit"), console)
+        report.show(recorded("collectives_1gbit"), console)
     lines = shown.get().splitlines()
     assert max(map(len, lines)) <= columns
     assert ("Left out: " in shown.get()) is not whole
@@ -91,7 +97,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int,
 
 def test_markdown_shows_what_a_record_says_and_obeys_none_of_it(tmp_path: Path) -> None:
     row: Row = {"distribution": "gaussian", "codec": "a|b<i>`*", "wire_bits": 1.0, "nmse": 0.1}
-    text = tables.markdown(a_record("codec", row))
+    text = report.markdown(a_record("codec", row))
     assert r"| a\|b&lt;i&gt;\`\* |" in text
 
 

@@ -466,9 +466,6 @@ def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin
 
 
 # --- pipelines and failures -------------------------------------------------------------------------------------------
-SITE = CallSite(1, "all_reduce")
-
-
 class Fails(Operation):
     """Raises in its second stage."""
 
@@ -484,8 +481,8 @@ class Fails(Operation):
 
 
 def submit_failing(member: Group) -> Any:
-    channel = channel_of(member)
-    return channel.submit(Fails(), IssuedCall(channel, SITE, CallPlan(""), async_op=True))
+    call = IssuedCall(channel_of(member), CallSite(1, "all_reduce"), CallPlan(""), async_op=True)
+    return call.channel.submit(Fails(), call)
 
 
 @on_ranks(2)

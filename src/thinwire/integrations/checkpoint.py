@@ -8,11 +8,11 @@ parameters are frozen than before, the bits cannot be the same, and the rest tra
 """
 
 import contextlib
+import functools
 import io
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -265,7 +265,9 @@ class Restorer:
         self._brought: list[Names] = []  # DDP's own buckets of this step
         self._brought_before: list[Names] | None = None
         self._steps = 0
-        self._held: dict[str, tuple[torch.Size, Tensor, _Held]] = {}
+        self._held: dict[str, tuple[torch.Size, Tensor]] = {}
+        self._under_way: list[Future[Tensor]] = []  # messages with gradients that were held
+        self._awaiting: list[tuple[Tensor, Future[Tensor]]] = []  # DDP's buckets that end with them
         self._sent.clear()
 
     def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
@@ -280,6 +282,10 @@ class Restorer:
         """End a step. Returns, once, the parameters of a loaded state that had no gradients."""
         if self._held:
             self._send_rest()
+        if self._awaiting:
+            end = functools.partial(_finish, self._awaiting)
+            torch.futures.collect_all(self._under_way).add_done_callback(end)
+            self._under_way, self._awaiting = [], []
         brought, self._brought = self._brought, []
         gone = set(self._loaded or ()).difference(*brought) if brought else set()
         if self._sent:
@@ -296,54 +302,40 @@ class Restorer:
         return gone
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        owner = _Held(output, new_future(output.device), set(gradients.names))
+        self._awaiting.append((output, new_future(output.device)))
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
-            self._held[name] = shape, view, owner
+            self._held[name] = shape, view
         for names in wanted:
             if names not in self._sent and all(name in self._held for name in names):
                 self._send(names)
-        return owner.future
+        return self._awaiting[-1][1]
 
     def _send(self, names: Names) -> None:
         self._sent.append(names)
-        shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
-        done = self._average(GradientSet(names, shapes, None, views), views[0])
-        for owner in set(owners):
-            owner.sends(names, done)
+        shapes, views = zip(*(self._held.pop(name) for name in names), strict=True)
+        self._under_way.append(self._average(GradientSet(names, shapes, None, views), views[0]))
 
     def _send_rest(self) -> None:
         """Send in DDP's own buckets what the checkpoint's buckets do not hold, or hold incompletely."""
         if self._loaded is None:
             left = sorted(self._held)[:3]
             self._held.clear()
+            self._awaiting.clear()
             raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
-        for owner in dict.fromkeys(owner for _, _, owner in self._held.values()):
-            names = tuple(name for name, (_, _, other) in self._held.items() if other is owner)
-            self._send(names)
+        for bucket in self._brought:
+            if names := tuple(name for name in bucket if name in self._held):
+                self._send(names)
         self._wanted = None
 
 
-@dataclass(eq=False)
-class _Held:
-    """A bucket whose gradients travel in other buckets: its future is done when all of them are."""
-
-    buffer: Tensor
-    future: "Future[Tensor]"
-    waits: set[str]  # gradients of it that are still to be sent
-    sent: list["Future[Tensor]"] = field(default_factory=list)  # messages that hold the others
-
-    def sends(self, names: Names, done: "Future[Tensor]") -> None:
-        """A message that holds some of the gradients is under way."""
-        self.waits.difference_update(names)
-        self.sent.append(done)
-        if not self.waits:
-            torch.futures.collect_all(self.sent).add_done_callback(self._finish)
-
-    def _finish(self, done: "Future[list[Future[Tensor]]]") -> None:
-        try:
-            for message in done.value():
-                message.wait()  # all are done; on a GPU this stream waits for theirs
-        except Exception as error:
-            self.future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            self.future.set_result(self.buffer)
+def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]"]], done: "Future[list[Future[Tensor]]]") -> None:
+    """The messages with all gradients that were held are done, and so are the buckets that brought them."""
+    try:
+        for message in done.value():
+            message.wait()  # on a GPU this stream waits for theirs
+    except Exception as error:
+        for _, future in awaiting:
+            future.set_exception(error)  # type: ignore[arg-type]
+    else:
+        for buffer, future in awaiting:
+            future.set_result(buffer)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.errors import AdviceError, RecordError
+from thinwire.tools import report
 from thinwire.tools.advise import cluster as clusters, model, units, verdict
 from thinwire.tools.advise.cluster import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel, Machine
 from thinwire.tools.advise.model import TrainingJob
@@ -18,8 +19,7 @@ from thinwire.tools.bench import record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.local import torchrun
-from thinwire.tools.report import tables
-from thinwire.tools.report.cells import TextGrid, counted
+from thinwire.tools.report import TextGrid, counted
 
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
 MEMORY = 80e9  # bytes of a GPU
@@ -138,7 +138,7 @@ def command(
     console.print(_conditions(job, cluster, own, judged, rates))
     console.print("\n".join(judged.lines))
     if show_all:
-        tables.show_grid(_grid(judged, job), console)
+        report.show_grid(_grid(judged, job), console)
 
 
 def _described(

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from thinwire.errors import AdviceError, CodecError
+from thinwire.tools import report
 from thinwire.tools.bench import collectives as collectives_bench, exchange, step as step_bench
 from thinwire.tools.bench.models import MODELS
 from thinwire.tools.bench.record import Interrupted, Record, write
@@ -18,7 +19,6 @@ from thinwire.tools.local import link as links, torchrun
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import BenchError
 from thinwire.tools.local.torchrun import RankPlace
-from thinwire.tools.report import tables
 
 app = typer.Typer(
     help="Measure your link, collectives and training steps. A record holds every number with its conditions.",
@@ -159,7 +159,7 @@ def deliver(
     json: str | None,
     place: RankPlace | None = None,
     *,
-    show: Callable[[Record, Console], None] = tables.show,
+    show: Callable[[Record, Console], None] = report.show,
 ) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 

@@ -100,8 +100,7 @@ def _print_json(found: "Found") -> None:
 
 
 def _print_table(found: "Found") -> None:
-    from thinwire.tools.report.cells import TextGrid, significant
-    from thinwire.tools.report.tables import show_grid
+    from thinwire.tools.report import TextGrid, show_grid, significant
 
     header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire"]
     rows = [

@@ -9,12 +9,11 @@ from rich.console import Console
 
 from thinwire.errors import CodecError
 from thinwire.integrations.choice import options
-from thinwire.tools import pairs, rehearsal
+from thinwire.tools import pairs, rehearsal, report
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.cli.flags import Json, Words, count, option
-from thinwire.tools.report import tables
 
 CODECS = ("int8", "lloyd4")
 SCRIPT = "A training script that calls thinwire.rehearse and report_loss."
@@ -61,8 +60,8 @@ def _show(page: str | None, record: Record, console: Console) -> None:
         head = f"# Rehearsal of {rows[0]['size']}: {rows[0]['world']} ranks, {rows[0]['seeds']} seeds"
         verdicts = "\n".join(f"- {row['verdict']}" for row in rows if row["arm"] != rehearsal.NONE)
         note = f"Differences inside ± {pairs.MARGIN} nats count as none."
-        Path(page).write_text("\n\n".join([head, verdicts, note, tables.markdown(record)]) + "\n", encoding="utf-8")
-    tables.show(record, console)
+        Path(page).write_text("\n\n".join([head, verdicts, note, report.markdown(record)]) + "\n", encoding="utf-8")
+    report.show(record, console)
     for row in record.rows:
         if row["arm"] != rehearsal.NONE:
             console.print(row["verdict"])

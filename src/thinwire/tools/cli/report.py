@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from thinwire.errors import RecordError
+from thinwire.tools import report
 from thinwire.tools.bench import record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import kinds, tables
-from thinwire.tools.report.cells import text
+from thinwire.tools.report import text
 
 
 def command(
@@ -28,14 +28,14 @@ def command(
     if any(found.kind == "train" for found in records):
         from thinwire.tools.cli import demo  # with torch, which other records do without
 
-        kinds.GRIDS.setdefault("train", demo.grids)
+        report.GRIDS.setdefault("train", demo.grids)
     for place, (file, found) in enumerate(zip(files, records, strict=True)):
         if place:
             typer.echo()
         if len(files) > 1:
             name = "standard input" if file == "-" else text(Path(file).name)
-            typer.echo(f"{tables.plain(name)}\n" if markdown else name)
+            typer.echo(f"{report.plain(name)}\n" if markdown else name)
         if markdown:
-            typer.echo(tables.markdown(found))
+            typer.echo(report.markdown(found))
         else:
-            tables.show(found, screen.console())
+            report.show(found, screen.console())
