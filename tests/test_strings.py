@@ -137,9 +137,9 @@ def test_defaults_are_not_spelled() -> None:
         ("lloyd4:scale=best", "scale must be 'mmse' or 'unbiased', got 'best'"),
         ("topk:block=64", "options: fraction"),
         ("topk:fraction=few", "fraction must be from 1/256 to 1/4, such as 0.02, got 'few'"),
-        ("bysize(small)", "takes entries 'key=value'"),
-        ("bysize(tiny=bf16)", "does not know 'tiny'; it takes small, large, min_numel, min_ndim"),
-        ("bysize(large=int8; large=int4)", "bysize(...) got 'large' twice"),
+        ("bysize(small)", "the option 'small' needs a value, as in small=..."),
+        ("bysize(tiny=bf16)", "does not know the option 'tiny=bf16'; options: small, large, min_numel, min_ndim"),
+        ("bysize(large=int8; large=int4)", "the option 'large' twice"),
         ("bysize(min_numel=-1)", "min_numel must be an integer, 0 or more, got -1"),
         ("bysize(min_ndim=two)", "min_ndim must be an integer, 0 or more, got 'two'"),
         ("bysize(large=int9)", "unknown codec 'int9'"),
@@ -147,7 +147,7 @@ def test_defaults_are_not_spelled() -> None:
         ("byname(*=int8; *=int4)", "a pattern of ByName has one codec, got several for '*'"),
         ("byname(*=int8; *.bias=bf16)", "the last rule of ByName must be '*'"),
         ("byname(*.bias=bf16; *=int8:x=1)", "does not know the option 'x=1'"),
-        ("byname(a)", "takes entries 'key=value'"),
+        ("byname(a)", "takes entries 'pattern=codec'"),
     ],
 )
 def test_bad_options(text: str, said: str) -> None:

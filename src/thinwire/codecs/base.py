@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError, WireError
 from thinwire.kernels import hashing
 from thinwire.kernels.schema import Encoding
@@ -33,6 +34,18 @@ class Codec(ABC):
     inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     recodes: ClassVar[bool] = True  # False => sums of its wires are not encoded again, so they travel one_shot
     seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
+
+    def __post_init__(self) -> None:
+        """Check the fields whose type says what they may be, and the seed."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            words = get_args(field.type)
+            if words and value not in words:
+                raise CodecError(f"{field.name} must be {' or '.join(map(repr, words))}, got {value!r}")
+            if field.type is bool and not isinstance(value, bool):
+                raise CodecError(f"{field.name} must be True or False, got {value!r}")
+        if not is_int(self.seed) or not 0 <= self.seed < 1 << 64:  # it must fit the hash
+            raise CodecError(f"seed must be 0 .. 2**64 - 1, got {self.seed!r}")
 
     @property
     def unit(self) -> int:

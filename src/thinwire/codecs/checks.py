@@ -18,15 +18,3 @@ def check_bits(bits: int, low: int, high: int) -> None:
     """A width this codec has."""
     if not is_int(bits) or not low <= bits <= high:
         raise CodecError(f"bits must be {low}..{high}, got {bits!r}")
-
-
-def check_seed(seed: int) -> None:
-    """A seed that fits the hash."""
-    if not is_int(seed) or not 0 <= seed < 1 << 64:
-        raise CodecError(f"seed must be 0 .. 2**64 - 1, got {seed!r}")
-
-
-def check_flag(name: str, value: bool) -> None:
-    """True or False; 0 and 1 are none."""
-    if not isinstance(value, bool):
-        raise CodecError(f"{name} must be True or False, got {value!r}")

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.block_int import BlockInt
-from thinwire.codecs.cast import Cast, Identity
-from thinwire.codecs.lloyd import Lloyd
+from thinwire.codecs.leaves import BlockInt, Cast, Identity, Lloyd, TopK, Trellis
 from thinwire.codecs.select import ByName, BySize
-from thinwire.codecs.topk import TopK
-from thinwire.codecs.trellis import Trellis
 from thinwire.errors import CodecError
 
 _LEAVES: dict[str, Callable[..., Codec]] = {
@@ -39,7 +35,7 @@ def codec(spec: str | Codec) -> Codec:
     text = spec.strip()
     composite = _COMPOSITE.fullmatch(text)
     if composite:
-        return _composite(composite[1], composite[2])
+        return _composite(composite[1], _entries(composite[2]))
     name, colon, options = text.partition(":")
     if name not in _LEAVES:
         raise CodecError(f"unknown codec {spec!r}; known: {', '.join(names())}, bysize(...), byname(...)")
@@ -53,19 +49,19 @@ def names() -> tuple[str, ...]:
     return tuple(_LEAVES)
 
 
-def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
+def _build(name: str, make: Callable[..., Codec], entries: list[str]) -> Codec:
     known = [p for p in inspect.signature(make).parameters if p not in ("format", "bits")]
-    values: dict[str, int | float | bool | str] = {}
-    for option in options:
-        key, equals, value = (part.strip() for part in option.partition("="))
+    values: dict[str, Codec | int | float | bool | str] = {}
+    for entry in entries:
+        key, equals, value = (part.strip() for part in entry.partition("="))
         if key not in known:
             allowed = ", ".join(known) or "none"
-            raise CodecError(f"codec {name!r} does not know the option {option.strip()!r}; options: {allowed}")
+            raise CodecError(f"codec {name!r} does not know the option {entry.strip()!r}; options: {allowed}")
         if not equals:
             raise CodecError(f"codec {name!r}: the option {key!r} needs a value, as in {key}=...")
         if key in values:
             raise CodecError(f"codec {name!r} got the option {key!r} twice")
-        values[key] = _value(value)
+        values[key] = codec(value) if key in ("small", "large") else _value(value)
     return make(**values)
 
 
@@ -77,21 +73,13 @@ def _value(text: str) -> int | float | bool | str:
     return _WORDS.get(text, text)
 
 
-def _composite(name: str, body: str) -> Codec:
-    pairs = [tuple(part.strip() for part in entry.split("=", 1)) for entry in _entries(body)]
+def _composite(name: str, entries: list[str]) -> Codec:
+    if name == "bysize":
+        return _build(name, BySize, entries)
+    pairs = [tuple(part.strip() for part in entry.split("=", 1)) for entry in entries]
     if any(len(pair) != 2 for pair in pairs):
-        raise CodecError(f"{name}(...) takes entries 'key=value' separated by ';', got {body!r}")
-    if name == "byname":
-        return ByName([(pattern, spec) for pattern, spec in pairs])
-    known = list(inspect.signature(BySize).parameters)
-    values: dict[str, Codec | int | float | bool | str] = {}
-    for key, value in pairs:
-        if key not in known:
-            raise CodecError(f"bysize(...) does not know {key!r}; it takes {', '.join(known)}")
-        if key in values:
-            raise CodecError(f"bysize(...) got {key!r} twice")
-        values[key] = codec(value) if key in ("small", "large") else _value(value)
-    return BySize(**values)  # type: ignore[arg-type]
+        raise CodecError(f"byname(...) takes entries 'pattern=codec' separated by ';', got {'; '.join(entries)!r}")
+    return ByName([(pattern, spec) for pattern, spec in pairs])
 
 
 def _entries(body: str) -> list[str]:

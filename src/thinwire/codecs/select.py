@@ -12,9 +12,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.block_int import BlockInt
-from thinwire.codecs.cast import Cast
 from thinwire.codecs.checks import is_int
+from thinwire.codecs.leaves import BlockInt, Cast
 from thinwire.errors import CodecError
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import IDENTITY_DTYPES
