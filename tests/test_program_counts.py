@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
@@ -150,3 +151,35 @@ def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, wo
     for counts in few:
         assert counts["encoder"] == 2  # weights and biases: there are two lanes
         assert sum(counts.values()) <= MOST_OF_BUCKET
+
+
+def through_a_group(group: Group) -> dict[str, int]:
+    """What a sum by a rule of a group costs beside the verb that the group calls, and a message of a known kind."""
+    x, peer, found = torch.ones(1000), 1 - group.rank(), {}
+    with noting() as noted:
+        mine: Any = dist.new_group(backend="cpu:thinwire", pg_options=thinwire.GroupOptions("all_reduce=int8"))
+        verb = partial(thinwire.all_reduce, x, group=mine.inner, algorithm="one_shot")
+        options: Any = dist.AllreduceOptions()
+        options.asyncOp = False
+        for name, call in {"verb": verb, "rule": partial(mine.allreduce, [x], options)}.items():
+            call()
+            noted.clear()
+            found[name] = python_calls(call) + 1000 * len(noted)
+    works: list[Any] = []
+
+    def message() -> None:
+        works.append(thinwire.isend(x, peer))
+
+    for _ in range(2):
+        works.append(thinwire.irecv(torch.empty(1000), peer))
+        found["message"] = python_calls(message)
+    for work in works:
+        work.wait()
+    return found
+
+
+def test_a_group_costs_few_calls_of_python_more(ranks: RankPool) -> None:
+    """The same launches and messages; a group's rule is found once, and what describes a message is made once."""
+    found = ranks(2).run(through_a_group)[0]
+    assert found["verb"] < found["rule"] <= found["verb"] + 7, found
+    assert found["message"] <= 100, found

@@ -9,7 +9,7 @@ there both ends have to call alike, as with torch's own verbs.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -164,43 +164,44 @@ def start_transfers(requests: Sequence[P2PRequest], members: dist.ProcessGroup) 
     return [_start(channel, batch) for batch in batches]
 
 
+@functools.lru_cache(maxsize=1024)
+def _described(named: Any, numel: int, dtype: torch.dtype, coder: Codec | None, how: Any) -> tuple[int, str]:
+    """The tag of messages of one kind, and their text in errors."""
+    sent, peer, tag, step = how
+    kind = "as it is" if coder is None else f"codec={coder}"
+    end = f"{kind}, {'to' if sent else 'from'} {'any rank' if peer is None else named(peer)}"
+    text = f"{'send' if sent else 'recv'}(numel={numel}, {str(dtype).removeprefix('torch.')}, {end})"
+    return tag if coder is None else pair_tag(f"{tag} {step} {numel} {dtype} {kind}"), text
+
+
 class _Transfer:
     """A request under way: what travels, under which tag, and what is left to do when it has come."""
 
     def __init__(self, channel: Channel, request: P2PRequest) -> None:
         self.request = request
-        verb = "send" if request.sent else "recv"
-        (part,) = checks.check_tensors((request.tensor,), verb, outputs=int(not request.sent))
-        self.part = part
-        self._whole = part.contiguous()
-        link = channel.transport
-        if request.codec is None:
-            self.wire, self.tag, self.coder = self._whole, request.tag, None
-            kind = "as it is"
-        else:
-            self.coder = checks.codec_for(request.codec, (part.numel(),))
-            nbytes = self.coder.wire_bytes(part.numel(), part.dtype)
-            self.wire = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
+        sent, _, peer, tag, codec, step = request
+        (self.part,) = checks.check_tensors((request.tensor,), "send" if sent else "recv", outputs=int(not sent))
+        self._whole = part = self.part.contiguous()
+        numel, dtype = part.numel(), part.dtype
+        self.coder = coder = None if codec is None else checks.codec_for(codec, (numel,))
+        self.tag, self.text = _described(channel.transport.named, numel, dtype, coder, (sent, peer, tag, step))
+        self.wire = part  # unless in a codec
+        if coder is not None:
+            self.wire = torch.empty(coder.wire_bytes(numel, dtype), dtype=torch.uint8, device=part.device)
             if part.is_cuda:
-                _load_kernels(self.coder, part.numel(), part.dtype, part.device)
-            kind = f"codec={self.coder}"
-            self.tag = pair_tag(f"{request.tag} {request.step} {part.numel()} {part.dtype} {kind}")
-        dtype = str(part.dtype).removeprefix("torch.")
-        toward = "to" if request.sent else "from"
-        end = f"{toward} {'any rank' if request.peer is None else link.named(request.peer)}"
-        self.text = f"{verb}(numel={part.numel()}, {dtype}, {kind}, {end})"
-        if request.sent and self.coder is not None:
-            with torch.inference_mode():
-                self.coder.encode(self._whole.view(-1), self.wire, step=Key(request.step, 0).of(link.rank))
+                _load_kernels(coder, numel, dtype, part.device)
+            if sent:
+                with torch.inference_mode():
+                    coder.encode(part.view(-1), self.wire, step=Key(step, 0).of(channel.transport.rank))
 
     def finish(self, moving: Moving) -> None:
         """Decode what has come. The wire of a message that is sent is referenced until then."""
-        request = self.request
-        if request.sent:
+        sent, _, peer, *_, step = self.request
+        if sent:
             return
         if self.coder is not None:
-            source: int = moving[0]._source_rank() if request.peer is None else request.peer  # type: ignore[attr-defined]
-            self.coder.decode(self.wire, self._whole.view(-1), step=Key(request.step, 0).of(source))
+            source: int = moving[0]._source_rank() if peer is None else peer  # type: ignore[attr-defined]
+            self.coder.decode(self.wire, self._whole.view(-1), step=Key(step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)
 
@@ -222,12 +223,11 @@ def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
     """Start messages: one, or on NCCL several as one group."""
     link = channel.transport
     site = CallSite(channel.next_p2p_call(), " and ".join(transfer.text for transfer in transfers))
-    first = transfers[0]
     try:
         if any(transfer.request.peer is None for transfer in transfers):
-            moving = link.recv_any_source(first.wire, first.tag)  # which NCCL refuses
+            moving = link.recv_any_source(transfers[0].wire, transfers[0].tag)  # which NCCL refuses
         else:
-            moving = link.send_recv(*_sorted(transfers), first.tag)
+            moving = link.send_recv(*_sorted(transfers), transfers[0].tag)
     except LostRankError as error:
         lost = error.with_traceback(None)
     else:

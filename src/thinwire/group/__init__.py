@@ -7,6 +7,7 @@ verbs, compress_ddp and compress_fsdp take the inner group of such a group (`gro
 twice. There is no error feedback: a call does not say whose numbers it has.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.collectives import (
     Work,
     all_gather,
@@ -37,7 +37,7 @@ from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
 
 _UNSET = timedelta()  # or less
-_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_SUM, _AVG, _PREMUL_SUM = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM
 
 
 class GroupOptions(torch_internals.Options):
@@ -93,7 +93,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         super().__init__(inner.rank(), inner.size())
         self.inner = inner
         self.rules = rules
-        self._alone = inner.size() == 1
+        self._how = functools.lru_cache(maxsize=1024)(functools.partial(_how, rules, inner.size()))
         self._window: _Window | None = None
         torch_internals.adopt(self, inner)
         torch_internals.enter_ranks(inner, world_ranks)
@@ -112,98 +112,101 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     # --- sums ---
 
     def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        codec = self._codec("all_reduce", tensors)
-        if codec is None or more or named or not _sums(opts):
-            return self._plain(self.inner.allreduce, tensors, opts, *more, **named)
-        return self._run(opts, all_reduce, tensors[0], _op(opts), codec=codec, algorithm=self._algorithm(codec))
+        how = self._found("all_reduce", tensors)
+        op = None if how is None or more or named else _sum(opts)
+        if op is None:
+            return self._plain("allreduce", tensors, opts, *more, **named)
+        return self._run(how, opts, all_reduce, tensors[0], op)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        codec = self._codec("all_reduce", tensors, several=True)
-        if codec is None or not _sums(opts):
-            return self._plain(self.inner.allreduce_coalesced, tensors, opts)
-        how = {"codec": codec, "algorithm": self._algorithm(codec)}
-        return self._run(opts, all_reduce_coalesced, tensors, _op(opts), **how)
+        how = self._found("all_reduce", tensors, several=True)
+        op = None if how is None else _sum(opts)
+        if op is None:
+            return self._plain("allreduce_coalesced", tensors, opts)
+        return self._run(how, opts, all_reduce_coalesced, tensors, op)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        codec = self._codec("reduce_scatter", [input])
-        if codec is None or not _sums(opts):
-            return self._plain(_bound(self.inner, "reduce_scatter_single"), output, input, opts)
-        return self._run(opts, reduce_scatter_tensor, output, input, _op(opts), codec=codec)
+        how = self._found("reduce_scatter", [input])
+        op = None if how is None else _sum(opts)
+        if op is None:
+            return self._plain("reduce_scatter_single", output, input, opts)
+        return self._run(how, opts, reduce_scatter_tensor, output, input, op)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        if _sums(opts) and all(self._codec("reduce_scatter", [input]) for input in inputs):
+        if _sum(opts) is not None and all(self._found("reduce_scatter", [input]) for input in inputs):
             return self._each(self.reduce_scatter_single, outputs, inputs, opts)
-        return self._plain(_bound(self.inner, "reduce_scatter_single_coalesced"), outputs, inputs, opts)
+        return self._plain("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
         parts = inputs[0] if len(outputs) == 1 and isinstance(inputs[0], list) and not named else []
         even = {part.numel() for part in parts} == {outputs[0].numel()} if parts else False
-        codec = self._codec("reduce_scatter", parts, several=True) if even and _sums(opts) else None
-        if codec is None:
-            return self._plain(self.inner.reduce_scatter, outputs, inputs, opts, **named)
+        if not even or _sum(opts) is None or self._found("reduce_scatter", parts, several=True) is None:
+            return self._plain("reduce_scatter", outputs, inputs, opts, **named)
         whole = torch.cat([part.reshape(-1) for part in parts])
         return self.reduce_scatter_single(outputs[0], whole, opts)
 
     # --- moves ---
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        codec = self._codec("all_gather", [output])
-        if codec is None:
-            return self._plain(_bound(self.inner, "all_gather_single"), output, input, opts)
-        return self._run(opts, all_gather_into_tensor, output, input, codec=codec)
+        how = self._found("all_gather", [output])
+        if how is None:
+            return self._plain("all_gather_single", output, input, opts)
+        return self._run(how, opts, all_gather_into_tensor, output, input)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        if all(self._codec("all_gather", [output]) for output in outputs):
+        if all(self._found("all_gather", [output]) for output in outputs):
             return self._each(self.all_gather_single, outputs, inputs, opts)
-        return self._plain(_bound(self.inner, "all_gather_single_coalesced"), outputs, inputs, opts)
+        return self._plain("all_gather_single_coalesced", outputs, inputs, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> Any:
         known = len(inputs) == 1 and isinstance(outputs[0], list) and not named
-        codec = self._codec("all_gather", outputs[0], several=True) if known else None
-        if codec is None:
-            return self._plain(self.inner.allgather, outputs, inputs, opts, **named)
-        return self._run(opts, all_gather, outputs[0], inputs[0], codec=codec)
+        how = self._found("all_gather", outputs[0], several=True) if known else None
+        if how is None:
+            return self._plain("allgather", outputs, inputs, opts, **named)
+        return self._run(how, opts, all_gather, outputs[0], inputs[0])
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         source = getattr(opts, "rootRank", None)
-        codec = self._codec("broadcast", tensors) if source is not None and not more and not named else None
-        if codec is None:
-            return self._plain(self.inner.broadcast, tensors, opts, *more, **named)
-        return self._run(opts, broadcast, tensors[0], group_src=source, codec=codec)
+        how = self._found("broadcast", tensors) if source is not None and not more and not named else None
+        if how is None:
+            return self._plain("broadcast", tensors, opts, *more, **named)
+        return self._run(how, opts, broadcast, tensors[0], group_src=source)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out: Any, sent: Any, opts: Any = None) -> Any:
         uneven = bool(out) or bool(sent)
-        codec = self._codec("all_to_all", [input], sized=not uneven)
-        if codec is None:
-            return self._plain(_bound(self.inner, "all_to_all_single"), output, input, out, sent, opts)
-        return self._run(opts, all_to_all_single, output, input, list(out) or None, list(sent) or None, codec=codec)
+        how = self._found("all_to_all", [input], sized=not uneven)
+        if how is None:
+            return self._plain("all_to_all_single", output, input, out, sent, opts)
+        return self._run(how, opts, all_to_all_single, output, input, list(out) or None, list(sent) or None)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        codec = self._codec("all_to_all", inputs, several=True, sized=False)
-        if codec is None:
-            return self._plain(self.inner.alltoall, outputs, inputs, opts)
-        return self._run(opts, all_to_all, outputs, inputs, codec=codec)
+        how = self._found("all_to_all", inputs, several=True, sized=False)
+        if how is None:
+            return self._plain("alltoall", outputs, inputs, opts)
+        return self._run(how, opts, all_to_all, outputs, inputs)
 
     # --- messages between two ranks ---
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._send_recv(P2PRequest(True, tensors[0], dst, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(True, tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._send_recv(P2PRequest(False, tensors[0], src, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(False, tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._send_recv(P2PRequest(False, tensors[0], None, tag, self._codec("send", tensors)), tensors)
+        return self._send_recv(False, tensors, None, tag)
 
-    def _send_recv(self, request: P2PRequest, tensors: Any) -> Any:
+    def _send_recv(self, sent: bool, tensors: Any, peer: int | None, tag: int) -> Any:
+        how = self._found("send", tensors)
+        request = P2PRequest(sent, tensors[0], peer, tag, how["codec"] if how else None)
         if self._window is not None and self._window.gathers:
             self._window.requests.append(request)
             return None
         if request.codec is not None:
             return self._noted(start_transfers([request], self.inner)[0])
         if request.peer is None:
-            return self._plain(self.inner.recv_anysource, tensors, request.tag)
-        return self._plain(self.inner.send if request.sent else self.inner.recv, tensors, request.peer, request.tag)
+            return self._plain("recv_anysource", tensors, request.tag)
+        return self._plain("send" if sent else "recv", tensors, request.peer, request.tag)
 
     # --- coalescing: calls start at once; NCCL's messages between two ranks wait for the end, and then go as one ---
 
@@ -246,33 +249,29 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
 
     # --- what the calls share ---
 
-    def _codec(self, operation: str, tensors: Any, *, several: bool = False, sized: bool = True) -> Codec | None:
-        """The codec of a call on these tensors; None leaves it to torch. `sized`: all ranks know how many elements."""
-        if self._alone or not isinstance(tensors, list) or not tensors or (len(tensors) > 1 and not several):
+    def _found(self, op: str, tensors: Any, *, several: bool = False, sized: bool = True) -> dict[str, Any] | None:
+        """How a call on these tensors travels; None leaves it to torch. `sized`: all ranks know how many elements."""
+        if not isinstance(tensors, list) or not tensors or (len(tensors) > 1 and not several):
             return None
         first = tensors[0]
         numel = first.numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
-        codec: Codec | None = self.rules.find(operation, first.dtype, numel if sized else None)
-        if codec is None:
-            return None
-        alike = (t.layout == torch.strided and t.dtype == first.dtype and t.device == first.device for t in tensors)
-        return codec if all(alike) else None
+        how: dict[str, Any] | None = self._how(op, first.dtype, numel if sized else None)
+        alike = (t.layout == first.layout and t.dtype == first.dtype and t.device == first.device for t in tensors)
+        return how if how and first.layout == torch.strided and (len(tensors) == 1 or all(alike)) else None
 
-    def _plain(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _plain(self, name: str, *args: Any, **named: Any) -> Any:
         """torch's own call, of which options that were not given are left out."""
-        return self._noted(call(*args[: -1 if args[-1] is None else None], **named))
+        return self._noted(torch_internals.method(name)(self.inner, *args[: -1 if args[-1] is None else None], **named))
 
-    def _algorithm(self, codec: Codec) -> str:
-        return flat_algorithm("auto", [codec], self.size())
-
-    def _run(self, opts: Any, verb: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    def _run(self, how: Any, opts: Any, verb: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """A verb of thinwire. One with a timeout of its own is started here, and waited for by torch."""
-        limit = opts.timeout if opts is not None and opts.timeout > _UNSET else None
-        first = args[0][0] if isinstance(args[0], list) else args[0]
-        if limit is not None and backend(self.inner, first.device) == "nccl":
-            raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
-        is_async = opts is None or limit is not None or bool(opts.asyncOp)
-        work = verb(*args, group=self.inner, async_op=is_async, **{"algorithm": "compressed", **how})
+        is_async, limit = opts is None or opts.asyncOp, None
+        if opts is not None and opts.timeout > _UNSET:
+            is_async, limit = True, opts.timeout
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            if backend(self.inner, first.device) == "nccl":
+                raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
+        work = verb(*args, group=self.inner, async_op=is_async, **more, **how)
         if limit is not None:
             work.limit = limit
         return self._noted(_DONE if work is None else work)
@@ -319,18 +318,19 @@ def create(options: Any, backend_options: Any) -> ThinwireGroup:
     return ThinwireGroup(torch_internals.plain_group(options), rules, ranks)
 
 
-def _sums(opts: Any) -> bool:
-    """Whether the options of a call ask for a sum, or are not given."""
-    op = getattr(opts, "reduceOp", None)
-    return opts is None or getattr(op, "op", op) in _SUMS
+def _how(rules: GroupRules, world: int, operation: str, dtype: torch.dtype, numel: int | None) -> Any:
+    """The codec and algorithm of a call of some size, as verbs take them; None leaves it to torch."""
+    codec = rules.find(operation, dtype, numel) if world > 1 else None
+    if codec is None:
+        return None
+    algorithm = flat_algorithm("auto", [codec], world) if operation == "all_reduce" else "compressed"
+    return {"codec": str(codec), "algorithm": algorithm}  # a string is found faster in a table
 
 
-def _op(opts: Any) -> Any:
-    """The op of a sum: the name alone, which known calls are found by, unless it has a factor."""
-    if opts is None:
-        return dist.ReduceOp.SUM
-    return opts.reduceOp if opts.reduceOp == dist.ReduceOp.PREMUL_SUM else opts.reduceOp.op
-
-
-def _bound(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
-    return lambda *args: torch_internals.method(name)(group, *args)
+def _sum(opts: Any) -> Any:
+    """The op of a sum, None of another call. One without a factor is torch's constant: known calls are found by it."""
+    op = _SUM if opts is None else opts.reduceOp
+    for name in (_SUM, _AVG):  # each look at an op of torch's takes a microsecond
+        if op == name:
+            return name
+    return op if op == _PREMUL_SUM else None

@@ -1,6 +1,5 @@
 """Which calls of a group travel in which codec: rules, and how they are parsed."""
 
-import functools
 import os
 import re
 from dataclasses import dataclass
@@ -44,12 +43,11 @@ class GroupRules:
 
     def __init__(self, text: str) -> None:
         self._rules = tuple(_rule(part.strip()) for part in text.split(";") if part.strip())
-        self.find = functools.lru_cache(maxsize=1024)(self._find)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self._rules)) or "none"
 
-    def _find(self, operation: str, dtype: torch.dtype, numel: int | None) -> Codec | None:
+    def find(self, operation: str, dtype: torch.dtype, numel: int | None) -> Codec | None:
         """The codec of a call; `numel` is None where ranks do not know each other's, and then every rule fits."""
         if dtype not in DTYPES.values():
             return None
