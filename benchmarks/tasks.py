@@ -19,7 +19,7 @@ from benchmarks.networks import GptBlock, GptNetwork
 from thinwire.kernels import hashing
 from thinwire.tools.bench import models
 from thinwire.tools.bench.models import Batch
-from thinwire.tools.cli.training import help_pages
+from thinwire.tools.cli.demo import help_pages
 from thinwire.tools.local.link import BenchError
 
 RAMP = 0.03

@@ -16,7 +16,7 @@ from thinwire.kernels import BACKENDS, use_backend
 PROGRAM_TEST_S = 1200  # programs have a limit of their own, below that
 BENCHMARKS = (
     "thinwire.tools.bench.collectives",
-    "thinwire.tools.cli.training",
+    "thinwire.tools.cli.demo",
     "torch._dynamo",
     "thinwire.integrations.fsdp",
 )
