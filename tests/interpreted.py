@@ -163,20 +163,19 @@ class Case(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     worlds: tuple[int, ...] = (1, 3)
     odd: bool = False  # tensors and wires off the start of their memory, too
-    near: bool = False  # sums of blocks whose scales are near to each other, too: exact_sums.py
 
 
 CASES = [
     Case("int8", (1, 300), (BF16,), odd=True),
     Case("int8:block=32", (40,), worlds=(9,)),
-    Case("int4:block=32", (517,), (BF16,), near=True),
+    Case("int4:block=32", (517,), (BF16,)),
     Case("int3:block=40,mode=affine,rounding=stochastic", (130,), odd=True),
-    Case("int2", (130,), near=True),
+    Case("int2", (130,)),
     Case("int6", (7,)),
-    Case("lloyd4:block=32", (40,), (BF16,), (9,), odd=True, near=True),
-    Case("lloyd1:block=32", (1, 130), near=True),
+    Case("lloyd4:block=32", (40,), (BF16,), (9,), odd=True),
+    Case("lloyd1:block=32", (1, 130)),
     Case("lloyd3:block=32,rotate=false,scale=unbiased", (130,)),
-    Case("lloyd2:block=128", (130,), worlds=(2,), near=True),
+    Case("lloyd2:block=128", (130,), worlds=(2,)),
     Case("trellis2:block=32", (70,), odd=True),
     Case("int4:block=20000,mode=affine", (9001,), worlds=(2,)),
     Case("int8:block=2048,mode=affine", (1025,), worlds=(2,)),  # pads in a piece of their own
@@ -192,10 +191,8 @@ MORE = [  # of which others have the parts
     Case("trellis3:scale=unbiased", (530,), worlds=(2,)),
     Case("trellis1:block=128,rotate=false", (149, 277), (BF16,), (2,)),
     *(Case(codec, (0, 1)) for codec in ("lloyd1:block=32", "bf16", "none")),
-    Case("int8:block=32", (130,), worlds=(9,)),
     Case("int3:block=40,mode=affine,rounding=stochastic", (1, 40)),
-    Case("lloyd4:block=64", (7, 130), near=True),
-    Case("lloyd1:block=32", (333,)),
+    Case("lloyd4:block=64", (7, 130)),
     Case("int8:block=4294967288,mode=affine", (130,), worlds=(2,)),
     Case("fp16", (1, 40)),
     Case("e4m3:block=24", (1, 130)),
@@ -219,15 +216,6 @@ def acts_of(case: Case, n: int, dtype: torch.dtype) -> Iterator[tuple[str, Calla
         yield f"decode_sum of {world}", lambda wires=wires: {"sum": cases.summed(codec, wires, n, dtype, 1 / 3)}
         if dtype == F32 or codec == Identity():
             yield f"recode of {world}", lambda wires=wires: {"wire": cases.recoded(codec, wires, n, 1 / 3, 4, dtype)}
-    if case.near and dtype == F32 and n == case.lengths[-1]:
-        for spread in (3, 6.5, 8) if everything() else (3, 6.5):  # powers of two between the first rank and the last
-            wires = _near_wires(codec, n, spread)
-            yield f"decode of one, {spread}", lambda wires=wires: {"sum": cases.summed(codec, wires[:1], n, F32, 1 / 3)}
-            yield f"decode_sum, near {spread}", lambda wires=wires: {"sum": cases.summed(codec, wires, n, F32, 1 / 3)}
-            yield (
-                f"recode, near {spread}",
-                lambda wires=wires: {"wire": cases.recoded(codec, wires, n, 1 / 3, 4, F32)},
-            )
     if case.odd and dtype == F32 and n == case.lengths[-1]:
         yield "odd addresses", lambda: _at_odd_addresses(codec, xs[0], residual, wires_WN[:2])
 
@@ -235,13 +223,6 @@ def acts_of(case: Case, n: int, dtype: torch.dtype) -> Iterator[tuple[str, Calla
 def everything() -> bool:
     """Whether to try what is left out where time is short."""
     return "everything" in sys.argv
-
-
-def _near_wires(codec: Any, n: int, spread: float) -> Tensor:
-    """Wires of six ranks, one of them of zeros."""
-    xs = [torch.randn(n, generator=cases.seeded(n, rank)) * 2 ** (-spread * rank / 4) for rank in range(5)]
-    with use_backend("reference"):
-        return cases.wires_of(codec, [*xs, torch.zeros(n)], step=2)
 
 
 def _encode_with_residual(codec: Any, x: Tensor, residual: Tensor) -> Results:

@@ -33,25 +33,14 @@ def test_codecs_without_blocks_have_no_tiles() -> None:
     assert choose(how=Identity().encoding(torch.float32)) == Config()
 
 
-def fastest(op: str, how: Encoding) -> Config:
-    return tuning.fastest(op, how.format, torch.float32)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_one_kernel_serves_all_sizes_but_of_a_lloyd_encode_or_recode(codec: BlockInt | Lloyd, op: str) -> None:
     how = codec.encoding(torch.float32)
     sizes = {choose(numel, how, op) for numel in (1, tuning.SMALL - 1, tuning.SMALL, 1 << 24)}
+    fastest = tuning.fastest(op, how.format, torch.float32)
     two = op in ("encode", "recode") and how.format.kind == Kind.LLOYD
-    assert sizes == ({fastest(op, how), tuning.SHORT} if two else {fastest(op, how)})
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_an_own_share_leaves_no_room_for_64_numbers_per_thread(codec: BlockInt | Lloyd) -> None:
-    format = codec.encoding(torch.float32).format
-    plain, own = (tuning.fastest(op, format, torch.float32) for op in ("recode", "recode_own"))
-    assert (own == plain) == (format.kind != Kind.LLOYD)
-    assert own.lanes <= 8
+    assert sizes == ({fastest, tuning.SHORT} if two else {fastest})
 
 
 # Multiprocessors, memory clock in kHz and bus in bits, as CUDA reports them.

@@ -14,7 +14,7 @@ from thinwire.kernels.triton.frame import Norms, Stack, check_headers, wide
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, SIGN_BIT, bits_of, float_of
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import BF16_MAX, FLOAT_MAX
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from, worst_scale
+from thinwire.kernels.triton.sums import summed, wires_from, worst_scale
 from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, added, anywhere, load, piece, position, store, times
 
 LLOYD_REACH = tl.constexpr(schema.LLOYD_REACH)
@@ -80,19 +80,7 @@ def _decode(sink, wires, keys, norm, first, end, length, span, T: tl.constexpr):
 
 @triton.jit
 def _decode_tile(sink, wires, keys, norm, at, T: tl.constexpr):
-    unusual = True
-    if T.rare:
-        z, post = sum_any(wires, at, T)
-    else:
-        begun, odd = begin_sum(wires, at, T)
-        if T.calm:
-            unusual = anywhere(odd) != 0
-        post = tl.full((T.rows, T.columns), 1.0, tl.float32)
-        if unusual:
-            z, post = sum_any(wires, at, T)
-        else:
-            z, unit = usual_sum(begun, wires.levels, T)
-            z = times(z, unit)
+    z, post, unusual = summed(wires, at, T)
     z = finish(z, keys, norm, at, T)
     if unusual:
         if T.notes:

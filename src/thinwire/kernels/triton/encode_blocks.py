@@ -161,13 +161,13 @@ def _last(source, first, length, T: tl.constexpr):
 def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
     """Rotate, then write codes and scales: (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    tile, power, unit, up, post, bad = in_domain(tile, one, one, T)
+    tile, power, up, post, bad = in_domain(tile, one, T)
     if T.rotated:  # by a transform that is not normalized: the sum of squares is the mean square after it
         tile = hadamard(flip(tile, keys, at, T), at, T)
     else:
         power = per_code(power, at, T)
         root = 1.0
-    return put_levels(tile, power, unit, up, post, bad, root, target, cells, at, T, VALUES)
+    return put_levels(tile, power, up, post, bad, root, target, cells, at, T, VALUES)
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------

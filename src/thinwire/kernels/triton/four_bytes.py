@@ -27,12 +27,6 @@ def permuted(a, b, SELECT: tl.constexpr):
 
 
 @triton.jit
-def mixed(a, b, MASK: tl.constexpr):
-    """The bits of a that a mask has, and those of b that it has not: one instruction, which LLVM would make two."""
-    return instruction(filled("lop3.b32 $0, $1, $2, {}, 0xE4;", MASK), "=r,r,r", (a, b))
-
-
-@triton.jit
 def chosen(a, b, select):
     """Four bytes of two words, by digits that are not known beforehand; from 8 on, 0 or 255 by the sign of a byte."""
     return instruction("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, select))
@@ -55,3 +49,17 @@ def squared(four, total):
 def bits_set(word):
     """How many bits of a word are set."""
     return instruction("popc.b32 $0, $1;", "=r,r", (word,))
+
+
+@triton.jit
+def four_levels(START: tl.constexpr, T: tl.constexpr):
+    """The positive levels of a Lloyd table from one on; of two those of all four codes, in order."""
+    WORD: tl.constexpr = word_of(T.levels, START)
+    return tl.full((T.rows, T.columns), WORD, tl.int32)
+
+
+@triton.constexpr_function
+def word_of(levels, start):
+    """Four levels as bytes."""
+    levels = (*levels[::-1], *levels) * 2 if len(levels) == 2 else levels
+    return sum(level << (8 * i) for i, level in enumerate(levels[start : start + 4]))

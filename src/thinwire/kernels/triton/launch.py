@@ -89,7 +89,7 @@ def recode(
         return
     config = tuning.choose("recode", how, torch.float32, wire.device, numel)
     world = unrolled(stack.world, how.format)
-    launch = blocks(recode_kernel, how, (layout,), config, wire.device, at, world=world, check=check)
+    launch = blocks(recode_kernel, how, (layout,), config, wire.device, at, world=world, check=check, calm=True)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
 
 
@@ -114,8 +114,8 @@ def _moving(back: bool, count: int, blanks: int, device: torch.device) -> Repeat
 
 
 def unrolled(world: int, format: Format) -> int:
-    """The wires a kernel is compiled for; 0 for any number, as always of trellis codes."""
-    return world if world <= MOST_UNROLLED and format.kind != Kind.TRELLIS else 0
+    """The wires a kernel is compiled for; 0 for any number, as always of narrow codes, which would take registers."""
+    return world if world <= MOST_UNROLLED and format.bits >= 8 else 0
 
 
 # --- arguments that do not change from call to call -------------------------------------------------------------------
@@ -272,18 +272,12 @@ def split(key: int) -> tuple[int, int]:
 def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
     """The tables of a format in the memory of a device; something where there are none.
 
-    levels: the signed levels, as the bits of floats; then the bytes that exact_sums.py permutes, since ptxas would move
-    constants into a register at every use.
+    levels: the signed levels, as the bits of floats.
     cells: of every cell up to the last edge, the code of its size in the top bits, and its level; of trellis codes see
     _trellis_cells.
     """
     table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits if kind == Kind.LLOYD else 1]
-    count = len(table.levels)
-    floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
-    shorts = [*(255 + level for level in table.signed_levels[:count]), *table.levels]
-    if count == 2:
-        shorts = [128 + level for level in table.signed_levels]
-    words = bytes(shorts).ljust(16, b"\0")
+    floats = struct.pack(f"<{2 * len(table.levels)}f", *table.signed_levels)
     entries = [0]
     if isinstance(table, TrellisTable):
         entries = _trellis_cells(table)
@@ -292,7 +286,7 @@ def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
         ranks = [sum(cell >= edge for edge in LLOYD[bits].edges) for cell in range(128)]
         entries = [(half + rank << 32 - bits | table.levels[rank]) - (1 << 32) for rank in ranks]
     with torch.inference_mode(False):
-        levels = torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
+        levels = torch.frombuffer(bytearray(floats), dtype=torch.int32).to(device)
         return {"levels": levels, "cells": torch.tensor(entries, dtype=torch.int32).to(device)}
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.four_bytes import bits_set, chosen, dotted, permuted, signed, squared
+from thinwire.kernels.triton.four_bytes import bits_set, chosen, dotted, four_levels, permuted, signed, squared
 from thinwire.kernels.triton.memory import instruction, look_up
 from thinwire.kernels.triton.numbers import (
     INF_BITS,
@@ -29,7 +29,6 @@ from thinwire.kernels.triton.tiles import (
     row_total,
     store_codes,
     store_scale,
-    times,
 )
 from thinwire.kernels.triton.trellis import best_codes
 
@@ -40,21 +39,19 @@ LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
 
 
 @triton.jit
-def in_domain(tile, unit, post, T: tl.constexpr):
-    """(tile, energy, unit, up, post, bad): unchanged if all rows are in the middle domain and their energy proves that
-    they belong there, else settled and in units of 1.
+def in_domain(tile, post, T: tl.constexpr):
+    """(tile, energy, up, post, bad): unchanged if all rows are in the middle domain and their energy proves that they
+    belong there, else settled.
 
-    energy: sums of squares, in units. up: a factor of the scale. post: undoes the domain. bad: rows with NaN or Inf.
+    energy: sums of squares. up: a factor of the scale. post: undoes the domain. bad: rows with NaN or Inf.
     """
     energy = square_sum(tile, T)
     up = tl.full((T.rows, T.columns), 1.0, tl.float32)
     bad = tl.full((T.rows, T.columns), 0, tl.int1)
-    size = energy * unit * unit
-    odd = ((size >= SURELY_NOT_TINY) & (size < SURELY_NOT_HUGE) & (post == 1)).to(tl.int32) ^ 1
+    odd = ((energy >= SURELY_NOT_TINY) & (energy < SURELY_NOT_HUGE) & (post == 1)).to(tl.int32) ^ 1
     if anywhere(odd) > 0:
-        tile, energy, up, post, bad = _settle(times(tile, unit), post, T)
-        unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    return tile, energy, unit, up, post, bad
+        tile, energy, up, post, bad = _settle(tile, post, T)
+    return tile, energy, up, post, bad
 
 
 @triton.jit
@@ -75,12 +72,12 @@ def _settle(tile, post, T: tl.constexpr):
 
 
 @triton.jit
-def put_levels(tile, power, unit, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """Write the codes of rows with this mean square in units, and the scales that fit, times `scale` and `up`.
+def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """Write the codes of rows with this mean square, and the scales that fit, times `scale` and `up`.
 
     (stored scale, values of the codes); the latter only if VALUES.
     """
-    words, values, fit = _fitted(tile, power, unit, table, at, T, VALUES)
+    words, values, fit = _fitted(tile, power, table, at, T, VALUES)
     zero = power == 0
     stored = stored_scale(tl.where(zero, 0.0, fit * scale * up), post, bad)
     store_scale(target.scales, stored, at, T)
@@ -104,8 +101,8 @@ def per_code(total, at, T: tl.constexpr):
 
 
 @triton.jit
-def _fitted(tile, power, unit, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """(words, values, fit): the packed codes of rows with this mean square in units, and the scale that fits them.
+def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
 
     values, only if VALUES: the signed levels as floats.
     """
@@ -117,7 +114,6 @@ def _fitted(tile, power, unit, table, at, T: tl.constexpr, VALUES: tl.constexpr)
         words, values, along, square = best_codes(tile, gain, table, at, T, VALUES)
     else:
         words, values, along, square = _nearest_codes(tile, gain, table, at, T, VALUES)
-    rms = rms * unit
     if T.unbiased:
         fit = tl.div_rn(_codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)
     elif T.bits == 1 and not T.trellis:
@@ -222,20 +218,13 @@ def _sums_of_ranks(cells, ranks, sums, T: tl.constexpr):
     """The sums with those of a bank's cells, whose ranks are the digits of a word: four levels by one permutation."""
     along, square, nothing = sums
     for first in tl.static_range(0, len(cells), 4):
-        levels = chosen(_four_levels(0, T), _four_levels(4, T), ranks >> (4 * first))
+        levels = chosen(four_levels(0, T), four_levels(4, T), ranks >> (4 * first))
         if T.vector == 1:  # two cells
             levels = levels & 0xFFFF
         for k in tl.static_range(first, min(first + 4, len(cells)), 2):
             along = dotted(permuted(cells[k], cells[k + 1], 0x5410), levels, along, k > first)
         square = squared(levels, square)
     return along, square, nothing
-
-
-@triton.jit
-def _four_levels(START: tl.constexpr, T: tl.constexpr):
-    V: tl.constexpr = T.levels
-    WORD: tl.constexpr = V[START] | V[START + 1] << 8 | V[START + 2] << 16 | V[START + 3] << 24
-    return tl.full((T.rows, T.columns), WORD, tl.int32)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from thinwire.kernels.triton.frame import Stack, check_headers, sections, wide, 
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from
-from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
+from thinwire.kernels.triton.sums import sum_any, summed, wires_from
+from thinwire.kernels.triton.tiles import kept, piece, position, times
 
 
 @triton.jit
@@ -50,23 +50,14 @@ def recode_kernel(wire, out, levels, cells, stack, keys, scale, frame, T: tl.con
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr):
     """Encode the sum of a tile's wires, times `scale`."""
-    unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    post = unit
-    if T.rare:
-        z, post = sum_any(wires, at, T)
-    else:
-        begun, odd = begin_sum(wires, at, T)
-        if anywhere(odd) == 0:
-            z, unit = usual_sum(begun, wires.levels, T)
-        else:
-            z, post = sum_any(wires, at, T)
+    z, post, _unusual = summed(wires, at, T)
     if T.gaussian:
-        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, T)
+        tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
-        put_levels(tile, per_code(energy, at, T), unit, up, post, bad, scale, target, cells, at, T, False)
+        put_levels(tile, per_code(energy, at, T), up, post, bad, scale, target, cells, at, T, False)
     else:
-        tile = times(times(z, unit), scale)
+        tile = times(z, scale)
         extent = extent_of(tile, at, T)
         factor, post = _lift(extent.peak, post)
         put_scaled(tile, extent, factor, post, target, dither, at, T)

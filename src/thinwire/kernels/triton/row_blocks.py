@@ -15,13 +15,12 @@ from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack, key_in, sections, wide, write_frame
 from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_from
+from thinwire.kernels.triton.sums import summed, wires_from
 from thinwire.kernels.triton.tiles import (
     ALONE,
     CHANGE,
     OWED,
     added,
-    anywhere,
     fused,
     load,
     load_bytes,
@@ -209,7 +208,10 @@ def recode_own(wire, out, x, memory, left, levels, cells, keys, stack, part, nor
 @triton.jit
 def _recode_own(wires, source, target, cells, keys, root, norm, scale, at, T: tl.constexpr):
     start = at.first * T.block
-    others = _sum_of_others(wires, keys.rotation, norm, at, T)
+    others, post, unusual = summed(wires, at, T)
+    others = finish(others, keys.rotation, norm, at, T)
+    if unusual:
+        others = leave(others, post, T)
     own = load(source.x + start, at, T)
     if T.mode != ALONE:
         own = carried(own, load(source.memory + start, at, T), source.factor, T.mode)
@@ -221,26 +223,6 @@ def _recode_own(wires, source, target, cells, keys, root, norm, scale, at, T: tl
         left = minus(total, read)
     if T.mode != ALONE:
         store(source.left + start, left, at, T)
-
-
-@triton.jit
-def _sum_of_others(wires, keys, norm, at, T: tl.constexpr):
-    """finish(sum of wires), in both branches: one behind them takes more registers (lloyd4 on sm_90: 96, not 80)."""
-    if T.rare:
-        others, post = sum_any(wires, at, T)
-        others = leave(finish(others, keys, norm, at, T), post, T)
-    else:
-        begun, odd = begin_sum(wires, at, T)
-        trouble = anywhere(odd)
-        if not T.calm:
-            trouble = trouble | 1
-        if trouble == 0:
-            others, unit = usual_sum(begun, wires.levels, T)
-            others = finish(times(others, unit), keys, norm, at, T)
-        else:
-            others, post = sum_any(wires, at, T)
-            others = leave(finish(others, keys, norm, at, T), post, T)
-    return others
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     if own < 0:
         known = (("stack", Stack(job.stride, world)), ("scale", float(scale)))
         wires = launch.unrolled(world, layout.format)
-        made = launch.blocks(recode_kernel, job.how, (layout,), config, job.device, known=known, world=wires)
+        made = launch.blocks(recode_kernel, job.how, (layout,), config, job.device, known=known, world=wires, calm=True)
         blocks = Repeated(lambda grouped: made, ("wire", "out"), ("keys",))
         return lambda wires, wire, mixed, x, memory: blocks((wires, wire), (keys(mixed),))
     part = Part(job.rows.span(row)[0], own, feedback.factor if feedback else 1.0, float(scale))

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
-from thinwire.kernels.triton.four_bytes import PERMUTE
+from thinwire.kernels.triton.four_bytes import chosen, four_levels, in_bytes, permuted
 from thinwire.kernels.triton.frame import sections
 from thinwire.kernels.triton.memory import filled, instruction, look_up
 from thinwire.kernels.triton.numbers import (
@@ -19,18 +18,18 @@ from thinwire.kernels.triton.numbers import (
     INF_BITS,
     LOWER,
     NORMAL_BITS,
-    ONE_BITS,
-    SIGN_BIT,
     UNLIFT,
     UNLOWER,
     WIDENER,
     WIDENER_BITS,
     float_of,
+    shifted,
 )
 from thinwire.kernels.triton.scaled import cast_value
-from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
+from thinwire.kernels.triton.tiles import anywhere, code_of, load_codes, load_scale, times
 from thinwire.kernels.triton.trellis import indices
 
+USUAL_BITS = tl.constexpr(47 << 23)  # 2**-80; encoders write no smaller scale but in the lifted domain
 BELOW = tl.constexpr("lop3.b32 $0, $1, {}, $2, 0xEA;")  # (a & mask) | b
 
 
@@ -68,80 +67,69 @@ def worst_scale(wires, at, T: tl.constexpr):
     return worst
 
 
-# A sum has two steps and a branch between them, decided by the scales that the first step loads. It only loads up to 8
-# wires, since adding them too would take too many registers; more wires it adds in a loop.
-
-
 @triton.jit
-def begin_sum(wires, at, T: tl.constexpr):
-    """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any."""
-    if T.world:
-        words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T)
-        if T.narrow and T.world > 1:
-            scales, odd = integers_of(scale_bits, T)
-            return (words, scales), odd
-        else:
-            return (words, scale_bits, minimum_bits), odd
+def summed(wires, at, T: tl.constexpr):
+    """(tile, post, unusual): the sum, what undoes its domain, and whether it may be outside the range of the output."""
+    unusual = True
+    post = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    if T.rare:
+        z, post = sum_any(wires, at, T)
     else:
-        return _sum_wires(wires, at, T)
+        z, odd = _sum(wires, at, 0, 1.0, T, True)
+        if T.paired:
+            z = times(z, 1 / DOWN)
+        if T.calm:
+            unusual = anywhere(odd) != 0
+        if unusual:
+            z, post = sum_any(wires, at, T)
+    return z, post, unusual
 
 
 @triton.jit
-def usual_sum(begun, table, T: tl.constexpr):
-    """(z, unit): the sum of wires with usual scales, in a unit that is a power of two for each row."""
-    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    if T.world > 1 and T.narrow:
-        words, scales = begun
-        return exact_sum(words, scales, table, T)
-    elif T.world:
-        words, scale_bits, minimum_bits = begun
-        z = _zeros(T)
-        if T.affine:
-            for w in tl.static_range(T.world):
-                minimum = float_of(minimum_bits[w])
-                z = [x + minimum for x in z]
-        for w in tl.static_range(T.world):
-            z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
-        return z, one
-    else:
-        return begun, one
+def sum_any(wires, at, T: tl.constexpr):
+    """(tile, post): the sum in the domain that the scales ask for, and the factor that undoes it."""
+    post, all_lifted, any_huge = _domain(wires, at, T)
+    lower = tl.where((any_huge != 0) & (all_lifted == 0), LOWER, 1.0)
+    z, _odd = _sum(wires, at, all_lifted, lower, T, False)
+    return z, post
 
 
 @triton.jit
-def _load_wires(wires, at, T: tl.constexpr):
-    """(words, scales, minima, odd) of T.world wires, all asked for before the first is used."""
-    words = ()
-    scale_bits = ()
-    minimum_bits = ()
-    odd = tl.zeros((T.rows, T.columns), tl.int32)
-    for w in tl.static_range(T.world):
-        bits = load_scale(wires.scales + _row(wires, w), at, T)
-        scale_bits = scale_bits + (bits,)
-        odd = odd | _is_odd(bits).to(tl.int32)
-        if T.affine:
-            minimum = load_scale(wires.minima + _row(wires, w), at, T)
-            minimum_bits = minimum_bits + (minimum,)
-            odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
-    for w in tl.static_range(T.world):
-        words = words + _codes_of(wires, w, at, T)
-    return words, scale_bits, minimum_bits, odd
-
-
-@triton.jit
-def _sum_wires(wires, at, T: tl.constexpr):
-    """(tile, odd): the sum of any number of wires as they are."""
-    z = _zeros(T)
+def _sum(wires, at, all_lifted, lower, T: tl.constexpr, USUAL: tl.constexpr):
+    """(tile, odd): the sum, if USUAL of scales that are used as they are; odd where a row's scales are not usual."""
+    z = [tl.zeros((T.rows, T.columns), tl.float32) for _ in T.each]
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     if T.affine:
         for w in range(wires.world):
-            minimum = load_scale(wires.minima + _row(wires, w), at, T)
-            odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
-            z = [x + float_of(minimum) for x in z]
-    for w in range(wires.world):
-        bits = load_scale(wires.scales + _row(wires, w), at, T)
-        odd = odd | _is_odd(bits).to(tl.int32)
-        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, float_of(bits), T, True)
+            bits = load_scale(wires.minima + _row(wires, w), at, T)
+            odd = odd | ((bits & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
+            minimum = float_of(bits)
+            if not USUAL:
+                minimum = minimum * _into(load_scale(wires.scales + _row(wires, w), at, T), all_lifted) * lower
+            z = [x + minimum for x in z]
+    if USUAL and T.world:
+        for w in tl.static_range(T.world):
+            z, odd = _add_wire(z, odd, wires, w, at, all_lifted, lower, T, True)
+    else:
+        for w in range(wires.world):
+            z, odd = _add_wire(z, odd, wires, w, at, all_lifted, lower, T, USUAL)
     return z, odd
+
+
+@triton.jit
+def _add_wire(z, odd, wires, w, at, all_lifted, lower, T: tl.constexpr, USUAL: tl.constexpr):
+    bits = load_scale(wires.scales + _row(wires, w), at, T)
+    scale = float_of(bits)
+    if not USUAL:
+        scale = scale_size(bits) * _into(bits, all_lifted) * lower
+    z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, scale, T, USUAL)
+    return z, odd | ((bits != 0) & ((bits < USUAL_BITS) | (bits >= HUGE_BITS))).to(tl.int32)
+
+
+@triton.jit
+def _into(bits, all_lifted):
+    """What takes a wire into the domain of a sum."""
+    return tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
 
 
 @triton.jit
@@ -155,41 +143,10 @@ def _codes_of(wires, w, at, T: tl.constexpr):
 
 
 @triton.jit
-def sum_any(wires, at, T: tl.constexpr):
-    """(tile, post): the sum in the domain that the scales ask for, and the factor that undoes it."""
-    post, all_lifted, any_huge = _domain(wires, at, T)
-    lower = tl.where((any_huge != 0) & (all_lifted == 0), LOWER, 1.0)
-    z = _zeros(T)
-    if T.affine:
-        for w in range(wires.world):
-            bits = load_scale(wires.scales + _row(wires, w), at, T)
-            into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
-            minimum = float_of(load_scale(wires.minima + _row(wires, w), at, T)) * into * lower
-            z = [x + minimum for x in z]
-    for w in range(wires.world):
-        bits = load_scale(wires.scales + _row(wires, w), at, T)
-        into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
-        scale = scale_size(bits) * into * lower
-        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, scale, T, False)
-    return z, post
-
-
-@triton.jit
-def _zeros(T: tl.constexpr):
-    return [tl.zeros((T.rows, T.columns), tl.float32) for _ in T.each]
-
-
-@triton.jit
 def scale_size(bits):
     """|scale|; what is smaller than any scale an encoder writes counts as zero."""
     bits = bits & 0x7FFFFFFF
     return float_of(tl.where(bits < NORMAL_BITS, 0, bits))
-
-
-@triton.jit
-def _is_odd(bits):
-    """Neither zero nor a scale of the middle domain."""
-    return (bits != 0) & ((bits < NORMAL_BITS) | (bits >= HUGE_BITS))
 
 
 @triton.jit
@@ -233,7 +190,7 @@ def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
     if T.cast:  # subnormal products round: twice, as the reference does
         return [z[i] + (words[i] if T.bits == 16 else cast_value(code_of(words, i, T), T)) * scale for i in T.each]
     elif T.gaussian:
-        return _add_levels(z, words, table, scale, T)
+        return _add_levels(z, words, table, scale, T, USUAL)
     elif T.bits == 8:
         return [tl.fma(_whole_byte(words, i, T), scale, z[i]) for i in T.each]
     elif USUAL and len(T.planes) == 1:
@@ -251,14 +208,8 @@ def _integer(code, T: tl.constexpr):
 @triton.jit
 def _whole_byte(words, i: tl.constexpr, T: tl.constexpr):
     """The number that an integer code of 8 bits stands for, without a shift."""
-    return float_of(_byte(words[i // T.vector], i % T.vector)) - (WIDENER + T.zero)
-
-
-@triton.jit
-def _byte(word, k: tl.constexpr):
-    """Byte k of a word below the bits of 2**23."""
-    widener = tl.full(word.shape, WIDENER_BITS, tl.int32)
-    return instruction(filled(PERMUTE, 0x7540 + k), "=r,r,r", (word, widener))  # two zeros, and its upper byte
+    widener = tl.full((T.rows, T.columns), WIDENER_BITS, tl.int32)  # two zeros, and its upper byte
+    return float_of(permuted(words[i // T.vector], widener, 0x7540 + i % T.vector)) - (WIDENER + T.zero)
 
 
 @triton.jit
@@ -289,72 +240,73 @@ def _add_one(z, halves, scales, lane: tl.constexpr, v: tl.constexpr, T: tl.const
 
 
 # --- Lloyd levels -----------------------------------------------------------------------------------------------------
-# A byte permutation looks up four levels at once, among 8 bytes. Bytes hold 128 more than a level.
+# A byte permutation looks up the sizes of four levels, and one their signs. A third makes a float of one of each, whose
+# exponent is 0, so that no bit is implied: level * 2**-133. As scales * 2**133 would be infinite, sums are made DOWN
+# times as large. No bit is lost there: 2**-149 divides all products of levels and usual scales.
+UP = tl.constexpr(2.0**73)
+DOWN = tl.constexpr(2.0**-60)
 
 
 @triton.jit
-def _add_levels(z, words, table, scale, T: tl.constexpr):
+def _add_levels(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
     if T.trellis:
         return [tl.fma(float_of(look_up(table, words[i], 0)), scale, z[i]) for i in T.each]
-    elif T.bits == 4 and T.vector == 4:
-        quads = ()
+    elif USUAL and T.paired:
+        sums = ()
         for bank in tl.static_range(T.banks[0]):
-            quads = quads + (_four_levels(words[bank], T), _four_levels(words[bank] >> 16, T))
-        return [tl.fma(_level_of_quads(quads, i // 4, i % 4, T), scale, z[i]) for i in T.each]
+            fours = _fours_of(words[bank], T)
+            for place in tl.static_range(8 // T.bits):
+                for v in tl.static_range(T.vector):
+                    level = _level(fours, place, v, T)
+                    sums = sums + (tl.fma(level, scale * UP, z[(bank + place * T.banks[0]) * T.vector + v]),)
+        return [sums[by_bank(i, T.vector, T.banks[0], 8 // T.bits)] for i in T.each]
     else:
-        return [tl.fma(_level(words, i, table, T), scale, z[i]) for i in T.each]
+        return [tl.fma(float_of(look_up(table, code_of(words, i, T), 0)), scale, z[i]) for i in T.each]
 
 
 @triton.jit
-def _four_levels(word, T: tl.constexpr):
-    """The levels of the four codes in the lower half of a word, as bytes."""
-    V: tl.constexpr = T.levels
-    return instruction(four_levels_text(V[0], V[1], V[2], V[3], V[4], V[5], V[6], V[7]), "=r,r", (word,))
-
-
-@triton.constexpr_function
-def four_levels_text(*levels):
-    """PTX: both halves of the table by the lower three bits of each code, and the choice between them by the upper."""
-    above = sum((128 + level) << (8 * i) for i, level in enumerate(levels))
-    below = sum((128 - level) << (8 * i) for i, level in enumerate(reversed(levels)))
-    mask = 0xFFFFFFFF
-    return f"""{{
-        .reg .b32 low, positive, negative, high;
-        and.b32 low, $1, 0x7777;
-        prmt.b32 positive, {above & mask}, {above >> 32}, low;
-        prmt.b32 negative, {below & mask}, {below >> 32}, low;
-        shr.u32 high, $1, 3;
-        and.b32 high, high, 0x1111;
-        prmt.b32 high, 0xff00, 0, high;
-        lop3.b32 $0, high, positive, negative, 0xCA;
-    }}"""
-
-
-@triton.jit
-def _level_of_quads(quads, lane: tl.constexpr, v: tl.constexpr, T: tl.constexpr):
-    PLACE: tl.constexpr = 2 * v + lane // T.banks[0]
-    word = quads[2 * (lane % T.banks[0]) + PLACE // 4]
-    return float_of(_byte(word, PLACE % 4)) - (WIDENER + 128)
-
-
-@triton.jit
-def _level(words, index: tl.constexpr, table, T: tl.constexpr):
-    """The levels of tensor `index`."""
+def _fours_of(word, T: tl.constexpr):
+    """(sizes, signs) of all levels in a word, four in each."""
+    fours = ()
     if T.bits == 1:
-        word = words[(index // T.vector) % T.banks[0]] ^ -1
-        PLACE: tl.constexpr = 8 * (index % T.vector) + index // T.vector // T.banks[0]
-        return float_of(((word << (31 - PLACE)) & SIGN_BIT) | ONE_BITS)
+        for place in tl.static_range(8):
+            signs = ((word ^ -1) << (7 - place)) & in_bytes(0x80)
+            fours = fours + ((tl.full(word.shape, in_bytes(1), tl.int32), signs),)
     else:
-        code = code_of(words, index, T)
-        if T.bits == 2:
-            found = instruction(two_bit_text(T.levels[0], T.levels[1]), "=r,r", (code,))
-            return float_of(found) - (WIDENER + 128)
-        else:
-            return float_of(look_up(table, code, 0))
+        for place in tl.static_range(4 // T.bits):
+            if T.bits == 4:
+                signs = shifted(word, 3) & 0x11111111
+                sizes = ((word ^ (signs * 7)) ^ -1) & 0x77777777  # codes of negative levels count down
+            else:
+                signs = (word >> (2 * place)) & 0x33333333
+                sizes = signs
+            negative = tl.full(word.shape, 0x80 if T.bits == 4 else 0x8080, tl.int32)
+            for half in tl.static_range(0, 32, 16):
+                found = chosen(four_levels(0, T), four_levels(4, T), sizes >> half)
+                fours = fours + ((found, chosen(negative, negative, signs >> half)),)
+    return fours
+
+
+@triton.jit
+def _level(fours, place: tl.constexpr, v: tl.constexpr, T: tl.constexpr):
+    """The level * 2**-133 of the code at a place of byte v."""
+    FOUR: tl.constexpr = four_of(T.bits, place, v) // 4
+    K: tl.constexpr = four_of(T.bits, place, v) % 4
+    sizes, signs = fours[FOUR]
+    return float_of(permuted(sizes, signs, 0x4088 + 0x1100 * K))
 
 
 @triton.constexpr_function
-def two_bit_text(inner, outer):
-    """PTX: the byte of a code among four, below the upper byte of 2**23."""
-    table = sum((128 + level) << (8 * i) for i, level in enumerate((-outer, -inner, inner, outer)))
-    return f"{{ .reg .b32 place; or.b32 place, $1, 0x7540; prmt.b32 $0, {table}, {0x4B000000}, place; }}"
+def four_of(bits, place, v):
+    """Where the code at a place of byte v is in the fours of its word."""
+    if bits == 1:
+        return 4 * place + v
+    shifts = 4 // bits
+    return 8 * (place % shifts) + 2 * v + place // shifts
+
+
+@triton.constexpr_function
+def by_bank(index, vector, banks, places):
+    """Where a tensor of a tile is in the order of banks, places and neighbors."""
+    lane, v = divmod(index, vector)
+    return (lane % banks * places + lane // banks) * vector + v

@@ -44,7 +44,7 @@ class Tile:
     tail: bool = False  # True => the last one may be short
     mode: int = 0  # of feedback: tiles.ALONE and the others there
     world: int = 0  # wires that are added; 0 => any number, in a loop
-    calm: bool = False  # True => scales are so small that a usual sum stays inside the range of the output
+    calm: bool = False  # True => a usual sum is inside the range of the output: scales are small, or that is a wire
     check: bool = False  # True => headers are compared, and the key is theirs
     notes: bool = False  # True => a call that meets numbers that are not finite is noted: decode_blocks.Sink
 
@@ -71,9 +71,7 @@ class Tile:
         self.grid = table.grid if table else 0  # cells per standard deviation
         self.levels = table.levels if table else ()  # positive ones
         self.edges = table.edges if isinstance(table, LloydTable) else ()
-        self.reach = self.levels[-1] if table else self.half  # the largest |value| of a code, in units of its scale
-        # Whether sums of a few wires are made of integers: exact_sums.py.
-        self.narrow = self.bits in (1, 2, 4) and not self.affine and self.vector == 4
+        self.paired = self.kind == Kind.LLOYD and self.bits != 3  # levels are looked up in registers: sums.py
         # Whether it is summed in the one way that serves all scales: a second, faster one would double what is
         # compiled, which trellis codes and a short last block are not worth.
         self.rare = self.trellis or (self.loose and self.columns < LONG_COLUMNS)

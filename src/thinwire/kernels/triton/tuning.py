@@ -59,7 +59,7 @@ def fastest(op: str, format: Format, dtype: torch.dtype) -> Config:
     if op == "encode":
         return Config(16, 2)
     if op == "recode" and format.bits != 3:  # ptxas would take up to 255 registers, for sums of unusual scales
-        return Config(16, 1, 96)
+        return Config(16, 1, 112)
     return Config(8, 1)
 
 
