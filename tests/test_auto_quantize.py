@@ -50,99 +50,53 @@ def total(world: int, *shape: int) -> Tensor:
 Case = tuple[dict[str, Any], list[Tensor], list[Tensor]]
 
 
-def all_gather(rank: int, world: int) -> Case:
-    outputs = [blank(N) for _ in range(world)]
-    arguments = {"tensor_list": [*outputs], "tensor": numbers(rank, N)}
-    return arguments, outputs, [numbers(other, N) for other in range(world)]
-
-
-def all_gather_into_tensor(rank: int, world: int) -> Case:
-    output = blank(world * N)
-    arguments = {"output_tensor": output, "input_tensor": numbers(rank, N)}
-    return arguments, [output], [torch.cat([numbers(other, N) for other in range(world)])]
-
-
-def all_reduce(rank: int, world: int) -> Case:
-    tensor = numbers(rank, N)
-    return {"tensor": tensor, "op": dist.ReduceOp.SUM}, [tensor], [total(world, N)]
-
-
-def all_reduce_coalesced(rank: int, world: int) -> Case:
-    tensors = [numbers(rank, N), numbers(rank, 3, 5)]
-    return {"tensors": [*tensors]}, tensors, [total(world, N), total(world, 3, 5)]
-
-
-def all_to_all(rank: int, world: int) -> Case:
-    outputs = [blank(rows(other, rank)) for other in range(world)]
-    inputs = [numbers(rank, rows(rank, other)) for other in range(world)]
-    arguments = {"output_tensor_list": [*outputs], "input_tensor_list": inputs}
-    return arguments, outputs, [numbers(other, rows(other, rank)) for other in range(world)]
-
-
-def all_to_all_single(rank: int, world: int) -> Case:
-    received = [numbers(other, rows(other, rank), 3) for other in range(world)]
-    output = blank(sum(map(len, received)), 3)
-    arguments = {
-        "output": output,
-        "input": torch.cat([numbers(rank, rows(rank, other), 3) for other in range(world)]),
-        "output_split_sizes": [rows(other, rank) for other in range(world)],
-        "input_split_sizes": [rows(rank, other) for other in range(world)],
+def cases(rank: int, world: int) -> dict[str, Case]:
+    ranks, last = range(world), world - 1
+    each = [numbers(other, N) for other in ranks]
+    came = [numbers(other, rows(other, rank), 3) for other in ranks]
+    sent = [numbers(rank, rows(rank, other), 3) for other in ranks]
+    parts, gathered, rooted = (
+        [blank(*part.shape) for part in came],
+        [blank(N) for _ in ranks],
+        [blank(N) for _ in ranks],
+    )
+    x, y, z, *pair = numbers(rank, N), numbers(rank, N), numbers(rank, N), numbers(rank, N), numbers(rank, 3, 5)
+    whole, single = blank(world * N), blank(sum(map(len, came)), 3)
+    part, other, scattered = blank(N), blank(N), blank(N)
+    splits = {"output_split_sizes": [*map(len, came)], "input_split_sizes": [*map(len, sent)]}
+    at_last = rank == last
+    found: dict[str, Case] = {
+        "all_gather": ({"tensor_list": [*gathered], "tensor": each[rank]}, gathered, each),
+        "all_gather_into_tensor": ({"output_tensor": whole, "input_tensor": each[rank]}, [whole], [torch.cat(each)]),
+        "all_reduce": ({"tensor": x, "op": dist.ReduceOp.SUM}, [x], [total(world, N)]),
+        "all_reduce_coalesced": ({"tensors": [*pair]}, pair, [total(world, N), total(world, 3, 5)]),
+        "all_to_all": ({"output_tensor_list": [*parts], "input_tensor_list": sent}, parts, came),
+        "all_to_all_single": ({"output": single, "input": torch.cat(sent), **splits}, [single], [torch.cat(came)]),
+        "broadcast": ({"tensor": y, "src": last}, [y], [each[last]]),
+        "gather": (
+            {"tensor": each[rank], "gather_list": [*rooted] if at_last else None, "dst": last},
+            *((rooted, each) if at_last else ([], [])),
+        ),
+        "reduce": ({"tensor": z, "dst": last}, *(([z], [total(world, N)]) if at_last else ([], []))),
+        "reduce_scatter": (
+            {"output": part, "input_list": list(numbers(rank, world, N))},
+            *([part], [total(world, world, N)[rank]]),
+        ),
+        "reduce_scatter_tensor": (
+            {"output": other, "input": numbers(rank, world * N)},
+            *([other], [total(world, world * N).chunk(world)[rank]]),
+        ),
+        "scatter": (
+            {"tensor": scattered, "scatter_list": list(numbers(rank, world, N)) if rank == 0 else None},
+            *([scattered], [numbers(0, world, N)[rank]]),
+        ),
     }
-    return arguments, [output], [torch.cat(received)]
+    newer = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+    return found | {name: found[older] for name, older in newer.items()}
 
 
-def broadcast(rank: int, world: int) -> Case:
-    tensor = numbers(rank, N)
-    return {"tensor": tensor, "src": world - 1}, [tensor], [numbers(world - 1, N)]
-
-
-def reduce_scatter_tensor(rank: int, world: int) -> Case:
-    output = blank(N)
-    return {"output": output, "input": numbers(rank, world * N)}, [output], [total(world, world * N).chunk(world)[rank]]
-
-
-def reduce_scatter(rank: int, world: int) -> Case:
-    output = blank(N)
-    arguments = {"output": output, "input_list": list(numbers(rank, world, N))}
-    return arguments, [output], [total(world, world, N)[rank]]
-
-
-def gather(rank: int, world: int) -> Case:
-    outputs = [blank(N) for _ in range(world)] if rank == world - 1 else []
-    arguments = {"tensor": numbers(rank, N), "gather_list": [*outputs] or None, "dst": world - 1}
-    return arguments, outputs, [numbers(other, N) for other in range(world)] if outputs else []
-
-
-def scatter(rank: int, world: int) -> Case:
-    output = blank(N)
-    arguments = {"tensor": output, "scatter_list": list(numbers(rank, world, N)) if rank == 0 else None}
-    return arguments, [output], [numbers(0, world, N)[rank]]
-
-
-def reduce(rank: int, world: int) -> Case:
-    tensor = numbers(rank, N)
-    outputs = [tensor] if rank == world - 1 else []
-    return {"tensor": tensor, "dst": world - 1}, outputs, [total(world, N)] if outputs else []
-
-
-CASES: dict[str, Callable[[int, int], Case]] = {
-    "all_gather": all_gather,
-    "all_gather_into_tensor": all_gather_into_tensor,
-    "all_gather_single": all_gather_into_tensor,
-    "all_reduce": all_reduce,
-    "all_reduce_coalesced": all_reduce_coalesced,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all_single,
-    "broadcast": broadcast,
-    "gather": gather,
-    "reduce": reduce,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_single": reduce_scatter_tensor,
-    "reduce_scatter_tensor": reduce_scatter_tensor,
-    "scatter": scatter,
-}
 OLDER = {"output_split_sizes": "out_splits", "input_split_sizes": "in_splits"}
-NAMES = [name for name in CASES if hasattr(dist, name)]  # torch 2.13 is the first with *_single
+NAMES = [name for name in cases(0, 1) if hasattr(dist, name)]  # torch 2.13 is the first with *_single
 
 
 def call(wrapped: Callable[..., Any], arguments: dict[str, Any], group: Group, how: str) -> Any:
@@ -183,7 +137,7 @@ def test_every_collective_in_both_types_and_every_way_of_calling(
     wrong = []
     for name, qtype, module in itertools.product(NAMES, BOTH, (dist, collectives)):  # torch's functions, and our verbs
         if callable(getattr(module, name, None)):
-            arguments, outputs, expected = CASES[name](group.rank(), group.size())
+            arguments, outputs, expected = cases(group.rank(), group.size())[name]
             if how == "keywords":  # torch's refuses tuples, and the older names of splits
                 arguments = {OLDER.get(k, k): tuple(x) if isinstance(x, list) else x for k, x in arguments.items()}
             wrapped = auto_quantize(getattr(module, name), qtype, quant_loss)

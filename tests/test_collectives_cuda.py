@@ -34,7 +34,7 @@ def submit_sum(channel: Channel, codec: Codec, kind: type, x: Tensor) -> Any:
     size = reducer.scratch_bytes(lane, chunking.chunk)
     plan = CallPlan("all_reduce", [lane], size, 3 * size)
     call = issue_call(channel, "all_reduce", plan, outputs=[x], step=7, async_op=True)
-    return channel.submit(AllReduce(call.context(), [Lane(lane, Flat([x]))], reducer, 1.0), call)
+    return channel.submit(AllReduce(call, [Lane(lane, Flat([x]))], reducer, 1.0), call)
 
 
 def nccl_channel() -> Channel:

@@ -89,7 +89,7 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
         plan = CallPlan("all_reduce", [spec], size, 3 * size)
         call = issue_call(channel, "all_reduce", plan, outputs=[x], step=step, async_op=True)
         lane = Lane(spec, Flat([x]), carry, None, told.append)
-        channel.submit(AllReduce(call.context(), [lane], reducer, 1.0), call).wait()
+        channel.submit(AllReduce(call, [lane], reducer, 1.0), call).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -172,7 +172,7 @@ def exchanged(group: Group) -> bool:
             rows_W[turn % world] *= 1 + 2.0**-7
             rows_W[-1] = torch.randn(9001, generator=torch.Generator().manual_seed(turn // 2)).to(BF16)
             call = issue_call(channel, "gather", outputs=[kept_W], step=turn)
-            operation = rows.ExactGather(call.context(), rows_W[rank], kept_W, [9001])
+            operation = rows.ExactGather(call, rows_W[rank], kept_W, [9001])
             channel.submit(operation, call)
             same &= torch.equal(kept_W, rows_W) and operation.sent_bytes <= (world - 1) * (LENGTH + 2 * 9001)
     return same

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 import thinwire
 from cases import assert_same, on_ranks
 from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
-from thinwire.integrations import sync
+from thinwire.collectives import torch_verbs
 from thinwire.integrations.choice import moments
 from thinwire.integrations.choice.moments import Moments
 
@@ -196,7 +196,7 @@ def test_ranks_look_for_an_optimizer_only_where_it_matters(group: Group, feedbac
     """They wait for each other's answers, and on a GPU the host for what it was given before. It never steps here."""
     model = wrap(Given(SHAPES), group, WHOLE)
     thinwire.compress_ddp(model, "lloyd2", feedback=feedback, measure_every=0)
-    with mock.patch.object(sync, "over_groups", side_effect=sync.over_groups) as spy:
+    with mock.patch.object(torch_verbs, "agree", side_effect=torch_verbs.agree) as spy:
         for step in range(4):
             backward(model, draw(group.rank(), step, SHAPES))
     assert spy.call_count == times

@@ -24,7 +24,7 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
-from thinwire.collectives.pipeline import CallContext, Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
+from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import Transport
@@ -49,14 +49,11 @@ class IssuedCall:
     async_op: bool = False
     most_sent: int = 0  # elements that one rank sends in an exchange that was compared
 
-    def context(self) -> CallContext:
-        """Number the call's step, draw its tags, and return what its operation needs to know."""
-        channel = self.channel
-        number = channel.next_step() if self.step is None else check_step(self.step)
-        self.site.step = number
+    def numbers(self) -> tuple[int, tuple[int, ...]]:
+        """The step, and the first of TAGS tags in each group: across nodes, inside a node."""
+        self.site.step = number = self.channel.next_step() if self.step is None else check_step(self.step)
         fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
-        tags = tuple(link.draw_tags(fingerprint) for link in channel.transports)
-        return CallContext(channel.transport, number, tags, self.plan.chunk_bytes, self.plan.scratch_bytes)
+        return number, tuple(link.draw_tags(fingerprint) for link in self.channel.transports)
 
 
 class Channel:

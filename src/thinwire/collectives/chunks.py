@@ -29,6 +29,7 @@ MIN_CHUNK = 1 << 18  # elements; less is not cut
 MIN_CHUNK_BYTES = 1 << 17  # of wire
 MAX_CHUNK_BYTES = 1 << 24  # of wire; more takes more scratch
 UNDER_WAY_BYTES = 5 << 18  # of wire, in 3 to 6 chunks; more => ranks get further out of step
+NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
 SCRATCH_ALIGN = 64  # chunks' parts of scratch begin on multiples of it
 _WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
 

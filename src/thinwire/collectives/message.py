@@ -128,7 +128,7 @@ class Message(_LaneMessage):
         plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.reducer is not None
         call = issue_call(self.channel, self.text, plan, outputs=outputs, step=step, async_op=True)
-        operation = operations.AllReduce(call.context(), lanes, plan.reducer, self._scale, meter)
+        operation = operations.AllReduce(call, lanes, plan.reducer, self._scale, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
         assert work is not None
@@ -195,8 +195,7 @@ def row_operation(
     """The operation of a RowMessage, or of a verb with one lane."""
     parts = zip(call.plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
     lanes = [Lane(spec, Flat([x]), *lane_hooks) for spec, x, lane_hooks in parts]
-    context = call.context()
     if scale is not None:
-        return operations.ReduceScatter(context, lanes, [Flat([output]) for output in outputs], scale)
+        return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], scale)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
-    return operations.Gather(context, lanes, rows_LW)
+    return operations.Gather(call, lanes, rows_LW)

@@ -12,14 +12,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.collectives.chunks import Chunking, Flat, Scratch, Span, aligned, others_first, shards, wire_sizes
+from thinwire.collectives.channel import IssuedCall
+from thinwire.collectives.chunks import (
+    NOTE_BYTES,
+    Chunking,
+    Flat,
+    Scratch,
+    Span,
+    aligned,
+    others_first,
+    shards,
+    wire_sizes,
+)
 from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, all_true, check_finite, lane_chunks
-from thinwire.collectives.pipeline import CallContext, Operation
+from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.sums import Hierarchical, Reducer, columns
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.feedback import Fine
 
-NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
 # Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
 
@@ -34,9 +44,9 @@ class AllReduce(Operation):
     """
 
     def __init__(
-        self, context: CallContext, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+        self, call: IssuedCall, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
     ) -> None:
-        super().__init__(context, max(lane.spec.chunking.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        super().__init__(call, max(lane.spec.chunking.num_chunks for lane in lanes), [lane.flat for lane in lanes])
         self._lanes = lanes
         self._reducer = reducer
         self._scale = scale
@@ -45,7 +55,7 @@ class AllReduce(Operation):
             self.in_order = True
             self._count = self.num_chunks
             self.num_chunks = 1
-            self._each = aligned(context.chunk_bytes)  # of one
+            self._each = aligned(self.chunk_bytes)  # of one
             self._slots = min(self._count, reducer.messages + 1)
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
@@ -95,9 +105,9 @@ class ReduceScatter(Operation):
     says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
-    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
+    def __init__(self, call: IssuedCall, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
         chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
-        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
+        super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = scale
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
@@ -167,10 +177,10 @@ class Gather(Operation):
     Rows may have any lengths; the chunks of a lane are those of the longest.
     """
 
-    def __init__(self, context: CallContext, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
+    def __init__(self, call: IssuedCall, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
         outputs = [flat for row in outputs_LW for flat in row]
         chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
-        super().__init__(context, chunks, outputs, [lane.flat for lane in lanes])
+        super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
         pairs = zip(lanes, outputs_LW, strict=True)
@@ -200,11 +210,11 @@ class Gather(Operation):
 class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
-    def __init__(self, context: CallContext, lane: LaneSpec, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
+    def __init__(self, call: IssuedCall, lane: LaneSpec, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
         self._codec = lane.codec
         self._chunk = lane.chunking.chunk
         chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
-        super().__init__(context, chunks, outputs, inputs)
+        super().__init__(call, chunks, outputs, inputs)
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._codec
@@ -244,8 +254,8 @@ class Broadcast(Operation):
     one wire in either direction.
     """
 
-    def __init__(self, context: CallContext, lane: Lane, source: int) -> None:
-        super().__init__(context, lane.spec.chunking.num_chunks, [lane.flat])
+    def __init__(self, call: IssuedCall, lane: Lane, source: int) -> None:
+        super().__init__(call, lane.spec.chunking.num_chunks, [lane.flat])
         self._lane = lane
         self._source = source
 

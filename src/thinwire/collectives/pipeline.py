@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,24 +27,16 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
 from thinwire.collectives.failures import CallSite, Failures
-from thinwire.collectives.transport import Stages, Transport, Waitable, wait_for
+from thinwire.collectives.transport import Stages, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
 from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
 
+if TYPE_CHECKING:
+    from thinwire.collectives.channel import IssuedCall
+
 _IDLE_S = 1.0  # how often an idle pipeline asks whether its group still exists
-
-
-@dataclass(frozen=True)
-class CallContext:
-    """What the operation of a call needs to know."""
-
-    link: Transport
-    step: int
-    tags: tuple[int, ...]  # the first of TAGS in each group: across nodes, inside a node
-    chunk_bytes: int  # scratch of one chunk
-    scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
 
 
 class Operation:
@@ -58,14 +51,13 @@ class Operation:
     ended: int = 0
 
     def __init__(
-        self, context: CallContext, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
+        self, call: "IssuedCall", num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
     ) -> None:
-        self._link = context.link
-        self._step = context.step
-        self._tags = context.tags
+        self._link = call.channel.transport
+        self._step, self._tags = call.numbers()
         self.num_chunks = num_chunks
-        self.chunk_bytes = context.chunk_bytes
-        self.scratch_bytes = context.scratch_bytes
+        self.chunk_bytes = call.plan.chunk_bytes
+        self.scratch_bytes = call.plan.scratch_bytes
         self._outputs = outputs
         self._inputs = inputs
 

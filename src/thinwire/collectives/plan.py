@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
-from thinwire.collectives.chunks import Chunking, Span
+from thinwire.collectives.chunks import NOTE_BYTES, Chunking, Span
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.operations import NOTE_BYTES
 from thinwire.collectives.programs import Program
 from thinwire.collectives.sums import Hierarchical, Reducer, check_order, flat_reducer
 from thinwire.collectives.transport import Transport

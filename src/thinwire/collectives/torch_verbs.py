@@ -55,12 +55,14 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Combine every rank's values by `op`; `what`, in errors, is what they are for."""
+def agree(
+    what: str, groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
+) -> list[float]:
+    """Combine every rank's values by `op`, over one group after the other; `what`, in errors, is what they are for."""
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
-    combine(what, tensor, op, group)
-    found: list[float] = tensor.tolist()
-    return found
+    for group in groups:
+        combine(what, tensor, op, group)
+    return [float(value) for value in tensor.tolist()]
 
 
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:

@@ -139,7 +139,7 @@ def _sum(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     plan = call.plan
     assert plan.reducer is not None and plan.reduction is not None  # noqa: PT018
     lane = Lane(plan.lanes[0], Flat(parts))
-    return operations.AllReduce(call.context(), [lane], plan.reducer, plan.reduction.scale(call.channel.world))
+    return operations.AllReduce(call, [lane], plan.reducer, plan.reduction.scale(call.channel.world))
 
 
 def reduce_scatter_tensor(
@@ -270,7 +270,7 @@ def all_gather(
     if not call.plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input)
     lane = Lane(call.plan.lanes[0], Flat([input]))
-    operation = operations.Gather(call.context(), [lane], [[Flat([output]) for output in outputs]])
+    operation = operations.Gather(call, [lane], [[Flat([output]) for output in outputs]])
     return channel.submit(operation, call)
 
 
@@ -297,7 +297,7 @@ def broadcast(
 def _broadcast(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     plan = call.plan
     assert plan.source is not None
-    return operations.Broadcast(call.context(), Lane(plan.lanes[0], Flat(parts)), plan.source)
+    return operations.Broadcast(call, Lane(plan.lanes[0], Flat(parts)), plan.source)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -446,7 +446,7 @@ def _exchange(call: IssuedCall, outputs: Sequence[Tensor], inputs: Sequence[Tens
     flats_in = [Flat([part]) for part in inputs]
     others = [rank for rank in range(channel.world) if rank != channel.transport.rank]
     call.plan = sized(call.plan, [flats[rank].numel for flats in (flats_out, flats_in) for rank in others])
-    return channel.submit(operations.Exchange(call.context(), call.plan.lanes[0], flats_out, flats_in), call)
+    return channel.submit(operations.Exchange(call, call.plan.lanes[0], flats_out, flats_in), call)
 
 
 def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:

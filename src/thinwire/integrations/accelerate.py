@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.groups import resolve
+from thinwire.collectives.torch_verbs import agree
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import broadcast_state, device_of
 from thinwire.integrations.choice.options import (
@@ -32,7 +33,6 @@ from thinwire.integrations.choice.options import (
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.models import describe
-from thinwire.integrations.sync import over_groups
 from thinwire.log import announce
 
 if find_spec("accelerate") is None:
@@ -142,7 +142,7 @@ def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
     if not isinstance(handle, SingleProcess) and dist.get_world_size() > 1:
         world = resolve(None)
         has_one = float(bool(state))
-        (all_have_one,) = over_groups("load_state_dict", (world,), device_of(world), [has_one], dist.ReduceOp.MIN)
+        (all_have_one,) = agree("load_state_dict", (world,), device_of(world), [has_one], dist.ReduceOp.MIN)
         if not all_have_one:
             state = broadcast_state(state, world)
     if state:

@@ -28,7 +28,7 @@ from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice.options import FAMILIES
 from thinwire.integrations.models import Names, ParameterNames
-from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync, over_groups
+from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync
 
 VERSION = 1
 _ERRORS = "\0errors"  # the key of errors, beside names of parameters
@@ -111,7 +111,7 @@ def broadcast_state(state: Mapping[str, Any], group: dist.ProcessGroup) -> State
     file = io.BytesIO()
     if group.rank() == 0:
         torch.save(dict(state), file)
-    (nbytes,) = over_groups("load_state_dict", (group,), device, [float(file.tell())], dist.ReduceOp.MAX)
+    (nbytes,) = torch_verbs.agree("load_state_dict", (group,), device, [float(file.tell())], dist.ReduceOp.MAX)
     saved = torch.empty(int(nbytes), dtype=torch.uint8, device=device)
     if group.rank() == 0:
         saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from thinwire import schema
 from thinwire.codecs.checks import is_int
-from thinwire.collectives import broadcast, groups
+from thinwire.collectives import broadcast, groups, torch_verbs
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
@@ -42,7 +42,7 @@ from thinwire.integrations.choice.options import (
 )
 from thinwire.integrations.models import ParameterNames, bare_optimizer, is_sharded, plain_name
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import Future, GradientSet, GradientSync, over_groups
+from thinwire.integrations.sync import Future, GradientSet, GradientSync
 from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
@@ -342,7 +342,7 @@ class DiLoCo(Handle):
         """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
         self._apply()
         changed = [float(not all(map(_is_unchanged, part.local(), part.outer))) for part in self._fragments]
-        learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
+        learned = torch_verbs.agree("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # otherwise momentum alone would move the outer parameters
                 self._begin(index, self.steps)

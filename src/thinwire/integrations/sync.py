@@ -117,7 +117,7 @@ class GradientSync:
         by_name = self.errors.by_name()
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
-        agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
+        agree = functools.partial(torch_verbs.agree, "decide", (group, *self.peers), device)
         news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
         if self.chooser.raced:  # drop what the codecs that lost remember
             self.memories.load({}, {}, self.memories.kinds)
@@ -264,15 +264,6 @@ def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
     return 2 * (world - 1) * numel * dtype.itemsize // world
 
 
-def over_groups(
-    what: str, groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
-) -> list[float]:
-    """The values of all ranks of these groups, reduced by `op` over one group after the other."""
-    for group in groups:
-        values = torch_verbs.agree(what, values, op, group, device)
-    return list(values)
-
-
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """Average uncompressed, as DDP does without a hook."""
     views = list(gradients.views)
@@ -320,7 +311,7 @@ class NonfiniteGuard:
         """
         world = dist.get_world_size()
         code = float(self.code(dist.get_rank(), world, spoiled=spoiled))
-        (least,) = over_groups("on_nonfinite", groups, device, [code], dist.ReduceOp.MIN)
+        (least,) = torch_verbs.agree("on_nonfinite", groups, device, [code], dist.ReduceOp.MIN)
         self.check(int(least), world, step)
 
     def code(self, rank: int, world: int, *, spoiled: bool) -> int:

@@ -25,11 +25,11 @@ from torch import Tensor
 from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.call import issue_call
-from thinwire.collectives.channel import bounded, channel_of
+from thinwire.collectives.channel import IssuedCall, bounded, channel_of
 from thinwire.collectives.chunks import Flat, Scratch, others_first
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import LaneHooks, RowMessage
-from thinwire.collectives.pipeline import CallContext, Operation
+from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Stages
 from thinwire.integrations import lanes
@@ -230,7 +230,8 @@ class Gatherer:
         self._parameters = group.parameters()
         self.name = self._parameters[0].name  # in checkpoints
         self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
-        self._pieces = _pieces([parameter.numel for parameter in self._parameters])
+        numels = [parameter.numel for parameter in self._parameters]
+        self._pieces = [self._width] if group.device.type == "cuda" else _pieces(numels)
         self._codec = codec
         self._rules = rules
         self._tally = tally
@@ -275,11 +276,10 @@ class Gatherer:
             with torch.inference_mode(False):
                 self.copy.tensor = output.detach().clone() if group.size() > 1 else None
             return None
-        pieces = [self._width] if input.is_cuda else self._pieces
-        text = f"gather({len(pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
+        text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
         call = issue_call(channel_of(group, input.device), text, plan, outputs=[kept], step=self.sent)
-        operation = ExactGather(call.context(), input, kept, pieces)
+        operation = ExactGather(call, input, kept, self._pieces)
         call.channel.submit(operation, call)
         output.copy_(kept)
         self._tally.plain_weights += operation.plain
@@ -348,10 +348,10 @@ class Gatherer:
 class ExactGather(Operation):
     """Bring `copy` up to all ranks' rows: see [Note: Exact weights]. A chunk is a piece."""
 
-    def __init__(self, context: CallContext, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
-        super().__init__(context, len(pieces), [Flat([copy])], [Flat([row])])
+    def __init__(self, call: IssuedCall, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
+        super().__init__(call, len(pieces), [Flat([copy])], [Flat([row])])
         self._new_P = row.detach().split(pieces)
-        self._old_WP = [kept.split(pieces) for kept in copy.view(context.link.world, -1)]
+        self._old_WP = [kept.split(pieces) for kept in copy.view(self._link.world, -1)]
         self.sent_bytes = 0
         self.plain = 0  # pieces that this rank sent as plain numbers
 
