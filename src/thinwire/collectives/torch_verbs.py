@@ -29,7 +29,9 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
     reduction = call.plan.reduction
-    options = _reducing(dist.AllreduceOptions(), reduction if whole else None)
+    assert reduction is not None
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = reduction.torch_op if whole else SUM
     work = None
     for at, link in enumerate(links):
         if at:
@@ -37,12 +39,6 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
         work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, finish, row)
-
-
-def _reducing(options: Any, reduction: Reduction | None) -> Any:
-    """torch's options for a reduction, or for a sum."""
-    options.reduceOp = SUM if reduction is None else reduction.torch_op
-    return options
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
@@ -86,9 +82,12 @@ def reduce_scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     """torch's reduce_scatter into one tensor."""
     output, input = parts
     link = call.channel.transport
-    by_torch = call.plan.reduction if link.on_stream and link.world > 1 else None
-    options = _reducing(dist.ReduceScatterOptions(), by_torch)
-    left = call.plan.reduction if by_torch is None else None
+    by_torch = link.on_stream and link.world > 1
+    reduction = call.plan.reduction
+    assert reduction is not None
+    options: Any = dist.ReduceScatterOptions()
+    options.reduceOp = reduction.torch_op if by_torch else SUM
+    left = None if by_torch else reduction
     return _start(call, group_reduce_scatter, [output], _row([input]), options, reduction=left)
 
 
