@@ -6,7 +6,8 @@
 bf16 autocast (FSDP2: bf16 weights, fp32 gradients) and AdamW, on NCCL where there is a GPU, else on gloo. Every arm has
 a model of its own; arms take turns of a few steps, as training loops do without waiting for the GPU in between, and a
 row holds the median over rounds of the slowest rank's time per step.
-`--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine.
+`--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. `--bucket-mb` sets the
+size of DDP's buckets.
 """
 
 import argparse
@@ -97,11 +98,11 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
-    """A step of DDP; `arm` names what its gradients travel in."""
+def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], bucket_mb: float | None = None) -> Step:
+    """A step of DDP; `arm` names what its gradients travel in. bucket_mb: None is torch's default."""
     torch.manual_seed(0)
     device = batch[0].device
-    model = DistributedDataParallel(GPT(size).to(device), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(GPT(size).to(device), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
     if arm == BF16 and device.type == "cuda":  # DDP refuses torch's hook of this name on CPU builds
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -209,6 +210,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 "speedup_bf16": median[BF16] / median[arm] if BF16 in median else None,
                 **dict.fromkeys(("bytes_per_rank", "bytes_formula", "wire_limit_share", "cpu_ms_per_rank")),
                 **dict.fromkeys(("rel_error", "identical")),
+                "bucket_mb": options.bucket_mb,  # None is torch's default
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
@@ -226,6 +228,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parallel", choices=ARMS, default="ddp")
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
+    parser.add_argument("--bucket-mb", type=float, help="DDP(bucket_cap_mb=...), for all arms; else torch's default")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
     parser.add_argument("--size", choices=SIZES, default="124m")
@@ -251,7 +254,7 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make: Callable[[str, Size, tuple[Tensor, Tensor]], Step] = ddp_step if options.parallel == "ddp" else fsdp_step
+    make = functools.partial(ddp_step, bucket_mb=options.bucket_mb) if options.parallel == "ddp" else fsdp_step
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)
