@@ -11,6 +11,8 @@ for placeholders (`_typical`) that are as wide and neither, and launched directl
 """
 
 import functools
+import importlib
+import operator
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -89,9 +91,7 @@ class Prepared:
         alike = self._kernel.do_not_specialize
         assert all(name in alike for name, value in given.items() if isinstance(value, int))
         found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args), self._load)
-        found.add_done_callback(
-            lambda done: done.exception() and self._found.pop(key, None)
-        )  # the next one tries again
+        found.add_done_callback(lambda done: done.exception() and self._found.pop(key, None))  # the next tries again
         return found
 
     def _compile(self, args: list[Any]) -> Any:
@@ -110,7 +110,8 @@ class Prepared:
 class _Start(NamedTuple):
     """A compiled kernel and all of its arguments but those of a call."""
 
-    run: Callable[..., None]
+    kernel: Any
+    grid: tuple[int, int, int]
     args: list[Any]
     device: int
 
@@ -137,18 +138,22 @@ class Repeated:
         self._starts: dict[tuple[Any, ...], _Start] = {}  # by the dtypes, and the addresses modulo 16
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
-        """Start it on the current stream."""
-        values = [tensor.data_ptr() for tensor in tensors]
-        where = (*[address & 15 for address in values], *[tensor.dtype for tensor in tensors])
+        """Start it on the current stream. Hooks for launches, which take long, are called where a profiler has some."""
+        values = [*map(_address, tensors)]
+        where = (*map(_low, values), *map(_dtype, tensors))
         start = self._starts.get(where)
-        if start is None or start.device != _device() or tensors[0].is_meta:
+        if start is None or start.device != _device() or not values[0]:
             self._by_name(tensors, numbers, where)
             return
         values += numbers
-        args = start.args.copy()
+        kernel, grid, known, device = start
+        args = known.copy()
         for place, value in zip(self._places, values, strict=True):
             args[place] = value
-        start.run(*args, stream=_stream(start.device))
+        if getattr(self._hooks.launch_enter_hook, "calls", True):
+            kernel[grid](*args, stream=_stream(device))
+        else:
+            kernel.run(*grid, _stream(device), kernel.function, kernel.packed_metadata, None, None, None, *args)
 
     def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[Any, ...]) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
@@ -159,9 +164,13 @@ class Repeated:
             self._places = [prepared.places[name] for name in self._names]
             # Addresses in place of tensors: Triton would ask the driver about every pointer at every launch.
             args = [value.data_ptr() if isinstance(value, Tensor) else value for value in prepared.args]
-            self._starts[where] = _Start(found[prepared.grid], args, prepared.device.index)
+            self._starts[where] = _Start(found, prepared.grid, args, prepared.device.index)
+            self._hooks = importlib.import_module("triton").knobs.runtime
 
 
+_low = (15).__and__
+_address = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
 _device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # a build without CUDA has neither
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
