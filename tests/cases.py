@@ -26,10 +26,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis
+from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis, codec as make, use_backend
 from thinwire.collectives import chunks, plan
-from thinwire.kernels import BACKENDS
-from thinwire.kernels.schema import LLOYD, TRELLIS
+from thinwire.kernels import BACKENDS, rows
+from thinwire.kernels.schema import LLOYD, TRELLIS, RowJob, Rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -361,23 +361,31 @@ def recoded(
     return wire
 
 
-def check_aside(backend: str, device: torch.device, dtype: torch.dtype, n: int = 3001) -> None:
-    """Scattered numbers are set aside and put back, and a memory is zeroed at the gaps."""
-    x = torch.randn(n, generator=seeded(n)).to(device, dtype)
-    memory = torch.randn(n, generator=seeded(n, 1)).to(device, torch.bfloat16)
-    index = torch.randperm(n, generator=seeded(n, 2))[: n // 2].to(device)
-    gaps, place = index[: n // 4] + 0, BACKENDS[backend]
-    for forgets in (True, False):
-        y, kept = x.clone(), memory.clone()
-        out = torch.full((len(index),), math.nan, dtype=dtype, device=device)
-        place.set_aside(y, index, out, kept if forgets else None, gaps if forgets else None)
-        assert_same(out, x[index], "what was set aside")
-        assert_same(y, torch.where(torch.isin(torch.arange(n, device=device), index), 0, x), "what it was taken from")
-        left = torch.where(torch.isin(torch.arange(n, device=device), gaps), 0, memory) if forgets else memory
-        assert_same(kept, left, "the memory")
-        place.put_back(y, index, -out)
-        assert_same(y[index], -x[index], "what was put back")
-        assert_same(y.index_fill(0, index, 0), x.index_fill(0, index, 0), "what was not moved")
+def check_picked(backend: str, device: torch.device, dtype: torch.dtype, n: int = 3001) -> None:
+    """Numbers picked from a tensor leave zeros, have the wires of the same numbers side by side, and come back."""
+    whole = torch.randn(n, generator=seeded(n)).to(device, dtype)
+    index = torch.randperm(n, generator=seeded(n, 2))[:1500].to(device)
+    whole[index[7]] = math.nan
+    numbers, zeroed = whole[index], whole.index_fill(0, index, 0)
+    for name, skip in itertools.product(("none", "bf16"), (-1, 1)):
+        how, shape = make(name).encoding(dtype), Rows(1500, 640, 3)
+        job = RowJob(how, 0, shape, dtype, device, how.format.layout(640).nbytes + 16)
+        results = []
+        for kind, x in ((backend, rows.Picked(whole.clone(), index, numbers * 0)), ("reference", numbers.clone())):
+            wires = torch.full((3 * job.stride,), GARBAGE, dtype=torch.uint8, device=device)
+            bad = rows.Bad(torch.zeros(2, dtype=torch.int32, device=device), 5)
+            with use_backend(kind):
+                rows.encoder(job, skip=skip)(x, wires, 1, None)
+                results += [wires.clone(), bad.noted]
+                if skip < 0:
+                    rows.decoder(job, scale=-0.5)(wires, x, None, bad)
+                if isinstance(x, rows.Picked):
+                    assert_same(x.whole.index_fill(0, index, 0), zeroed, "what was not picked")
+                    assert skip < 0 or not x.whole[index].any()
+                    assert skip < 0 or bool(x.copy.eq(numbers).sum() == 1499)
+                results.append(x.whole[index] if isinstance(x, rows.Picked) else x if skip < 0 else torch.zeros_like(x))
+        for found, want in zip(results[:3], results[3:], strict=True):
+            assert_same(found, want, f"{name}, without row {skip}")
 
 
 def moved(value: Any, device: torch.device) -> Any:

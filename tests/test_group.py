@@ -147,15 +147,17 @@ def results(group: Any, dtype: torch.dtype, numel: int, device: torch.device = C
     out["reduce"] = out["reduce"] if rank == 0 else None
     if world > 1:
         out["recv"] = torch.zeros_like(x)
-        after, before = (rank + 1) % world, (rank - 1) % world
-        send = functools.partial(dist.send, x, group=group, group_dst=after)
-        receive = functools.partial(dist.recv, out["recv"], group=group, group_src=before)
+        send = functools.partial(dist.send, x, group=group, group_dst=(rank + 1) % world)
+        receive = functools.partial(dist.recv, out["recv"], group=group, group_src=(rank - 1) % world)
         for call in (receive, send) if rank % 2 else (send, receive):
             call()
-        inbox = out["batch"] = torch.zeros_like(x)
-        ops = [dist.P2POp(dist.isend, x, None, group, 1, after), dist.P2POp(dist.irecv, inbox, None, group, 1, before)]
+        ops = [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=1),
+            dist.P2POp(dist.irecv, torch.zeros_like(x), group=group, group_peer=(rank - 1) % world, tag=1),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+        out["batch"] = ops[1].tensor
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "x": 0.1}, group=group)
     out["objects"] = objects
@@ -220,7 +222,10 @@ def compressed(
     assert torch.equal(found["broadcast"], source)
     before, after = (rank - 1) % world, (rank + 1) % world
     came = torch.zeros_like(x)
-    ops = [dist.P2POp(dist.irecv, came, None, group, 0, before), dist.P2POp(dist.isend, x, None, group, 0, after)]
+    ops = [
+        dist.P2POp(dist.irecv, came, group=group, group_peer=before),
+        dist.P2POp(dist.isend, x, group=group, group_peer=after),
+    ]
     for work in thinwire.batch_isend_irecv(ops, codec=codec):
         work.wait()
     assert torch.equal(found["recv"], came)

@@ -73,8 +73,10 @@ def unsynchronized(group: Any) -> None:
         dist.all_to_all_single(wide, wide.clone(), group=mine)
         dist.broadcast(x, group=mine, group_src=0)
         dist.all_reduce(part.to(torch.float64), group=mine)
-        to, source = (rank + 1) % world, (rank - 1) % world
-        ops = [dist.P2POp(dist.isend, part, None, mine, 0, to), dist.P2POp(dist.irecv, inbox, None, mine, 0, source)]
+        ops = [
+            dist.P2POp(dist.isend, part, group=mine, group_peer=(rank + 1) % world),
+            dist.P2POp(dist.irecv, inbox, group=mine, group_peer=(rank - 1) % world),
+        ]
         works += dist.batch_isend_irecv(ops)
         for work in works:
             work.wait()

@@ -19,6 +19,8 @@ from test_programs import check_both
 from thinwire import codec, feedback
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import RowMessage
+from thinwire.integrations.fsdp.rows import Columns
+from thinwire.integrations.lanes import lanes_of
 
 
 class Kind(NamedTuple):
@@ -141,6 +143,27 @@ def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool) -> Non
     rows, pairs = check_both(ranks, 3, 1, rows_of, kinds)
     assert rows == 0
     assert pairs > 0
+
+
+def in_columns(place: Place) -> Outputs:
+    """A sum and a gather of rows with small lanes between parts of a large one."""
+    world, numels, found = place.group.size(), (1500, 7, 600, 31), Outputs()
+    codecs = [codec("int8"), codec("bf16")] * 2
+    lanes = lanes_of("abcd", [LaneSpec(n, c, c) for n, c in zip(numels, codecs, strict=True)], whole=True)
+    for scale, sent, came in ((None, 1, world), (0.5, world, 1)):
+        message = RowMessage([lane.spec for lane in lanes], torch.empty(0), place.group, scale)
+        columns = Columns(lanes, sum(numels), torch.empty(0), message)
+        for step in range(2):
+            given_rows, out = drawn(sent * sum(numels), place.group.rank(), step), torch.empty(came, sum(numels))
+            columns.send(out, given_rows.view(sent, -1), step)
+            found[f"{OWN if scale else ''}{step} {scale}"] = out
+    return found
+
+
+@worlds(2, rare=[3])
+def test_columns_have_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
+    rows, pairs = check_both(ranks, world, 1, in_columns)
+    assert (rows, pairs) == (4, 0)
 
 
 FED: tuple[tuple[int, str], ...] = ((500, "lloyd2:block=64"), (90, "int4:block=32"))

@@ -176,13 +176,18 @@ class RowMessage(_LaneMessage):
         feedback. Gather: `outputs` is the rows of all ranks, `inputs` the own row, which may be a part of them.
         `note`: where a program notes numbers that are not finite.
         """
-        call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step)
-        if self.program is None or hooks is not None:
+        if self.program is not None and hooks is None:
+            self.launch(self.program, (*outputs, *inputs), step, note)
+        else:
+            call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step)
             self.channel.submit(row_operation(call, outputs, inputs, self.scale, hooks), call)
-            return
-        program = self.program if note is None else functools.partial(self.program, bad=note)
-        tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
-        self.channel.launch(program, tensors, call, written=len(outputs))
+
+    def launch(self, program: Any, tensors: Sequence[Tensor], step: int | None, note: Bad | None) -> None:
+        """Run a program of this message on outputs and as many inputs."""
+        written = len(tensors) // 2
+        call = issue_call(self.channel, self.text, self._plan, outputs=tensors[:written], step=step)
+        program = program if note is None else functools.partial(program, bad=note)
+        self.channel.launch(program, [tensor.detach() for tensor in tensors], call, written=written)
 
 
 def row_operation(

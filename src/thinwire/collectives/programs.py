@@ -13,6 +13,7 @@ Legend: W ranks, `stride` bytes from one row to the next.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from thinwire.collectives.sums import fewest_roundings, fitted
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
-from thinwire.kernels.rows import Bad, Feedback, Memory
+from thinwire.kernels.rows import Bad, Feedback, Memory, Picked
 from thinwire.kernels.schema import RowJob, Rows
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
@@ -160,6 +161,7 @@ class SumChunk:
         self._stride = sum(self._sizes)
         self._matrices = (2 if two_phase else 1) * link.world * self._stride
         self._lanes = [SumKernels(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
+        # Lanes without feedback may be Picked: encoded before the first lane, where they leave zeros, decoded after it.
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
@@ -169,7 +171,7 @@ class SumChunk:
     def run(
         self,
         space: Workspace,
-        xs: Sequence[Tensor],
+        xs: Sequence[Any],
         mixed: Sequence[int],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
@@ -179,8 +181,8 @@ class SumChunk:
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
         sent_L = views.sent_L if self._two_phase else views.local_L
-        for i, lane in enumerate(self._lanes):
-            lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
+        for i in self._last_first[::-1]:
+            self._lanes[i].encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
             if not space.dry_run:
                 link.all_to_all(views.received, views.sent)
@@ -194,15 +196,12 @@ class SumChunk:
         for i in self._last_first:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
 
-    def _reduce(
-        self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
-    ) -> None:
+    def _reduce(self, space: Workspace, views: _Views, xs: Sequence[Any], mixed: Sequence[int], kept: Any) -> None:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self._lanes):
             if lane.recode is not None:
-                lane.recode(
-                    views.received_L[i], views.local_L[i], mixed[i], xs[i] if lane.keeps_local else None, kept[i]
-                )
+                x = xs[i].copy if isinstance(xs[i], Picked) else xs[i]
+                lane.recode(views.received_L[i], views.local_L[i], mixed[i], x if lane.keeps_local else None, kept[i])
 
     def _split(self, buffer: Tensor) -> _Views:
         local_sizes = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
@@ -243,9 +242,7 @@ class NodesChunk(SumChunk):
             end = self._outer.scratch.end
         self.scratch = Region(end, self._split)
 
-    def _reduce(
-        self, space: Workspace, views: _Views, xs: Sequence[Tensor], mixed: Sequence[int], kept: Sequence[Memory | None]
-    ) -> None:
+    def _reduce(self, space: Workspace, views: _Views, xs: Sequence[Any], mixed: Sequence[int], kept: Any) -> None:
         """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         for i, add in self._adds.items():
             add(views.received_L[i], views.floats_L[i], None, None)
@@ -286,7 +283,7 @@ class SumProgram:
     def __call__(
         self,
         space: Workspace,
-        xs: Sequence[Tensor],
+        xs: Sequence[Any],
         step: int,
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
@@ -341,15 +338,15 @@ class RowProgram:
         self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
         self._keeps_local = keeps_local
 
-    def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
-        """See Program; with a place to note that numbers are not finite."""
+    def __call__(self, space: Workspace, tensors: Sequence[Any], step: int, bad: Bad | None = None) -> None:
+        """See Program; with a place to note that numbers are not finite. Small lanes may be Picked, as in SumChunk."""
         views = self._scratch.views(space)
         count = len(self._decodes)
         inputs = tensors[-count:]
         mixed = hashing.mix64(step)
         sent_L = views.local_L if self._in_place else views.sent_L
-        for i, encode in enumerate(self._encodes):
-            encode(inputs[i], sent_L[i], mixed ^ i << 48, None)
+        for i in range(len(self._encodes))[::-1]:
+            self._encodes[i](inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.dry_run:
             self._move(views.received, views.local if self._in_place else views.sent)
         for i, decode in enumerate(self._decodes):

@@ -4,8 +4,8 @@
 (biases between weights). It then travels as that one stretch, in place, with zeros where the small ones were; these are
 copied out first and back at the end. That costs a few codes of zeros and saves two copies of everything.
 
-[Note: Aside] On a GPU one launch copies the numbers of all small lanes out of the bucket, writes zeros in their place
-and zeroes what the lane that bridges them remembers there. Another launch copies them back at the end.
+[Note: Aside] A program encodes small lanes without blocks straight from the bucket, where it leaves zeros, and decodes
+them into it (rows.Picked). Others are copied out and back; what the lane that bridges them remembers there is zeroed.
 """
 
 import itertools
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
-from thinwire.collectives.workspaces import Region, Workspace
+from thinwire.collectives.workspaces import Workspace
 from thinwire.feedback import Piece
 from thinwire.integrations.models import PADDING
 from thinwire.integrations.stats import Tally
-from thinwire.kernels.rows import Bad, Memory
+from thinwire.kernels.rows import Bad, Memory, Picked, taken
 
 _BRIDGE = 16  # the largest lane bridges lanes that are this many times smaller
 
@@ -38,6 +37,13 @@ class BucketLane:
     pieces: tuple[Piece, ...]  # the name and size of each; bridged ones have no name
     stretches: tuple[tuple[int, int], ...]  # (begin, end) of the parts of the bucket that hold them
     aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket and back
+
+    def part_of(self, buffer: Tensor) -> Tensor:
+        """Its numbers, as one tensor: a view or a copy."""
+        if len(self.stretches) > 1:
+            return torch.cat([buffer[begin:end] for begin, end in self.stretches])
+        ((begin, end),) = self.stretches
+        return buffer.narrow(0, begin, end - begin)
 
 
 def lanes_of(
@@ -101,6 +107,13 @@ def load(
     return tensors, copies
 
 
+def can_pick(lanes: Sequence[BucketLane], dtype: torch.dtype) -> bool:
+    """Whether a program may pick the lanes that are aside out of the others' numbers (rows.Picked)."""
+    plain = [not lane.spec.codec.encoding(dtype).format.block for lane in lanes]
+    fits = [p if lane.aside else len(lane.stretches) == 1 for p, lane in zip(plain, lanes, strict=True)]
+    return all(fits) and not any(lane.spec.feedback for lane in lanes)
+
+
 class StreamedBucket:
     """A program (collectives.programs) on a bucket's buffer: the same launches at every step.
 
@@ -112,22 +125,16 @@ class StreamedBucket:
     ) -> None:
         self._program = message.program
         self._lanes = lanes
-        self._carries = carries
-        edges = [0, *itertools.accumulate(sizes)]
-        places = [torch.arange(edges[i], edges[i + 1]) for lane in lanes if lane.aside for i in lane.members]
+        self._carries = carries if any(carries) else ()
+        self._picks = self._program.count == 1 and can_pick(lanes, message.dtype)
+        self._copied = message.algorithm != "one_shot"  # a rank adds its own numbers as they are
         device = message.channel.device
-        self._index = torch.cat(places).to(device) if places else None
+        edges = [0, *itertools.accumulate(sizes)]
+        places = [[torch.arange(edges[i], edges[i + 1]) for i in lane.members if lane.aside] for lane in lanes]
+        self._index = [torch.cat(spans).to(device) if spans else None for spans in places]  # of lanes that are aside
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
-        lengths = [lane.spec.numel for lane in lanes if lane.aside]
-        # Copies of the small lanes' numbers: all in one tensor, and each lane's part of it.
-        self._aside: Region[tuple[Tensor, Sequence[Tensor]]] = Region(
-            sum(lengths) * message.dtype.itemsize,
-            lambda scratch: ((whole := scratch.view(message.dtype)), whole.split(lengths)),
-            self._program.scratch_end,
-        )
-        self._kernels: Any = kernels.select(device)
         self._note = torch.empty(0, device=device)  # which chunks were not finite
         self._chunks = 0  # that were averaged
         self._number = 0  # of the call that runs
@@ -143,35 +150,20 @@ class StreamedBucket:
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         (buffer,) = tensors
-        whole, parts = (None, ()) if self._index is None else self._aside.views(space)
-        if whole is not None:
-            kept = None if self._gaps is None else self._carries[0].memories[0]
-            self._kernels.set_aside(buffer, self._index, whole, kept, self._gaps)
-        xs = self._numbers(buffer, parts)
-        self._program(space, xs, step, self._memories(xs), Bad(self._note, self._number))
-        for lane, x in zip(self._lanes, xs, strict=True):
-            if not lane.aside and len(lane.stretches) > 1:
+        xs: list[Any] = [None if index is None else Picked(buffer, index) for index in self._index]
+        if self._copied:
+            xs = [x and x._replace(copy=buffer.new_empty(len(x.places))) for x in xs]
+        if self._gaps is not None:
+            self._carries[0].memories[0].index_fill_(0, self._gaps, 0)
+        if not self._picks:
+            xs = [x and taken(x) for x in xs]
+        xs = [lane.part_of(buffer) if x is None else x for lane, x in zip(self._lanes, xs, strict=True)]
+        pairs = zip(self._carries, xs, strict=False)
+        memories = [carry and Memory(carry.memories[0], x, carry.memories[1]) for carry, x in pairs]
+        self._program(space, xs, step, memories or None, Bad(self._note, self._number))
+        for lane, index, x in () if self._picks else zip(self._lanes, self._index, xs, strict=True):
+            if index is not None:
+                buffer.index_copy_(0, index, x)
+            elif len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
-        if whole is not None:
-            self._kernels.put_back(buffer, self._index, whole)
-
-    def _numbers(self, buffer: Tensor, aside: Sequence[Tensor]) -> list[Tensor]:
-        """Every lane's numbers, as one tensor."""
-        found = []
-        apart = iter(aside)
-        for lane in self._lanes:
-            if lane.aside:
-                found.append(next(apart))
-            elif len(lane.stretches) == 1:
-                ((begin, end),) = lane.stretches
-                found.append(buffer[begin:end])
-            else:
-                found.append(torch.cat([buffer[begin:end] for begin, end in lane.stretches]))
-        return found
-
-    def _memories(self, xs: Sequence[Tensor]) -> list[Memory | None] | None:
-        if not any(self._carries):
-            return None
-        pairs = zip(self._carries, xs, strict=True)
-        return [None if carry is None else Memory(carry.memories[0], x, carry.memories[1]) for carry, x in pairs]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
-from thinwire.kernels import exact, reference
+from thinwire.kernels import exact
 from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, TrellisTable, decoding, table_of
 from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, read_key
 
@@ -101,10 +101,6 @@ def recode(
     job = _job(how, layout, 0, key, dither)
     _take_wires(job, wires_WN, scale)
     _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
-
-
-set_aside = reference.set_aside
-put_back = reference.put_back
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:

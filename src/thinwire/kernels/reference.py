@@ -500,19 +500,3 @@ def _dither(x_KB: Tensor, lo: int, key: int) -> Tensor:
 def _divided(x: Tensor, by: float) -> Tensor:
     """x / by, rounded once on every device: by a number itself torch multiplies with its inverse on a GPU."""
     return x / torch.full_like(x, by)
-
-
-def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
-    """out = x at `index`, where x becomes 0; so does the memory at `gaps`. Nothing where out has no memory."""
-    if out.is_meta:
-        return
-    torch.index_select(x, 0, index, out=out)
-    x.index_fill_(0, index, 0)
-    if memory is not None and gaps is not None:
-        memory.index_fill_(0, gaps, 0)
-
-
-def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
-    """x at `index` = values; nothing where they have no memory."""
-    if not values.is_meta:
-        x.index_copy_(0, index, values)

@@ -40,6 +40,14 @@ class Memory(NamedTuple):
     mean: Tensor | None = None
 
 
+class Picked(NamedTuple):
+    """Numbers here and there in a tensor, in codecs without blocks. To encode them leaves zeros in their place."""
+
+    whole: Tensor
+    places: Tensor  # of each in the flat tensor
+    copy: Tensor | None = None  # gets what is encoded, where a recode adds the own part
+
+
 class Bad(NamedTuple):
     """Records calls that met non-finite numbers: (the last such call, how many there were)."""
 
@@ -47,7 +55,7 @@ class Bad(NamedTuple):
     call: int  # the number of this one
 
 
-Encode = Callable[[Tensor, Tensor, int, Memory | None], None]  # (x, wires, mixed, memory)
+Encode = Callable[[Tensor | Picked, Tensor, int, Memory | None], None]  # (x, wires, mixed, memory)
 Recode = Callable[[Tensor, Tensor, int, Tensor | None, Memory | None], None]  # (wires, wire, mixed, own x, memory)
 
 
@@ -55,7 +63,7 @@ class Decode(Protocol):
     """`source`: where the row that was left out is copied from."""
 
     def __call__(
-        self, wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
+        self, wires: Tensor, out: Tensor | Picked, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
     ) -> None: ...
 
 
@@ -72,10 +80,10 @@ def encoder(
         return ranged("thinwire::encode")(made)
     backend = dispatch.select(job.device, job.how.format)
 
-    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+    def encode(x: Tensor | Picked, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         if wires.is_meta:
             return
-        x = x.view(-1)
+        x = taken(x) if isinstance(x, Picked) else x.view(-1)
         for row in range(job.rows.short + 1):
             if row == skip:
                 continue
@@ -155,10 +163,12 @@ def decoder(
         return ranged("thinwire::decode")(made)
     backend = dispatch.select(job.device, job.how.format)
 
-    def decode(
-        wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
-    ) -> None:
+    def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Tensor | None = None) -> None:
         if wires.is_meta:
+            return
+        if isinstance(out, Picked):
+            decode(wires, numbers := out.whole.new_empty(len(out.places)), memory, bad)
+            out.whole.view(-1).index_copy_(0, out.places, numbers)
             return
         out = out.view(-1)
         if feedback is None and bad is not None:
@@ -213,6 +223,14 @@ def _row(wires: Tensor, job: RowJob, row: int, world: int = 1) -> Tensor:
     nbytes = job.layout(row).nbytes
     start = 0 if world > 1 else row * job.stride
     return wires.as_strided((world, nbytes), (job.stride, 1), wires.storage_offset() + start)
+
+
+def taken(x: Picked) -> Tensor:
+    """The numbers, with zeros left in their place."""
+    whole = x.whole.view(-1)
+    found = torch.index_select(whole, 0, x.places, out=x.copy)
+    whole.index_fill_(0, x.places, 0)
+    return found
 
 
 def _message(x: Tensor, memory: Memory | None, feedback: Feedback, begin: int, end: int) -> Tensor:

@@ -140,12 +140,6 @@ class Backend(Protocol):
     ) -> None:
         """wire = encode(scale * sum of decode(wires)); a rotated format stays in its rotated domain throughout."""
 
-    def set_aside(self, x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
-        """out = x at `index`, where x becomes 0; so does the memory at `gaps`, which are no more than the index."""
-
-    def put_back(self, x: Tensor, index: Tensor, values: Tensor) -> None:
-        """x at `index` = values."""
-
     def fake_quantize(
         self, grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor
     ) -> bool | None:

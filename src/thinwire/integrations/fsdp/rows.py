@@ -32,14 +32,16 @@ from thinwire.collectives.message import LaneHooks, RowMessage
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Stages
+from thinwire.collectives.workspaces import Workspace
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import EXACT, DDPOptions, Rules, Weights
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
+from thinwire.integrations.lanes import can_pick
 from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
 from thinwire.integrations.sync import BucketPlan, GradientSync
-from thinwire.kernels.rows import Bad
+from thinwire.kernels.rows import Bad, Picked
 from thinwire.log import announce_once
 from thinwire.wire import EXACT_BLOCK
 
@@ -54,43 +56,47 @@ class Columns:
     The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
     """
 
-    def __init__(self, lanes: Sequence[lanes.BucketLane], width: int, device: torch.device) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: Sequence[lanes.BucketLane], width: int, like: Tensor, message: RowMessage) -> None:
+        self._message = message
         self._in_place = lanes[0].stretches == ((0, width),)
         copied = lanes[int(self._in_place) :]  # a lane in place has all columns
         spans = [[torch.arange(begin, end) for begin, end in lane.stretches] for lane in copied]
-        self._index = [torch.cat(span).to(device) for span in spans]  # which columns each of the others has
+        self._index = [torch.cat(span).to(like.device) for span in spans]  # which columns each of the others has
         inside = [index for lane, index in zip(copied, self._index, strict=True) if lane.aside]
         self._bridged = torch.cat(inside) if inside else None
+        self._places: dict[int, list[Tensor]] = {}  # by the number of rows, where in a matrix the others' numbers are
+        if self._in_place and message.program is not None and can_pick(lanes, like.dtype):
+            for n in (1, message.channel.world):
+                starts = torch.arange(n, device=like.device)[:, None] * width
+                self._places[n] = [(starts + index).view(-1) for index in self._index]
 
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """Each lane's columns of a matrix, which is modified."""
-        first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
-        others = [rows.index_select(1, index) for index in self._index[first:]]
-        if self._bridged is not None:
-            rows.index_fill_(1, self._bridged, 0)
-        return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
-
-    def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
-        """The reverse of `split`: write the columns of `parts` into `rows`."""
-        for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
-            rows.index_copy_(1, index, part)
+    def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
+        """See Program: (output, input), matrices of which small lanes are picked."""
+        each = [[rows, *[Picked(rows, index) for index in self._places[rows.shape[0]]]] for rows in tensors]
+        self._message.program(space, each[0] + each[1], step, bad)
 
     def send(
         self,
-        message: RowMessage,
         output: Tensor,
         input: Tensor,
         step: int,
         hooks: Sequence[LaneHooks] | None = None,
         note: Bad | None = None,
     ) -> None:
-        """Run a message on matrices; `input` is modified."""
-        inputs = self.split(input)
+        """Run the message on matrices; `input` is modified."""
+        if self._places and hooks is None:
+            self._message.launch(self, (output, input), step, note)
+            return
+        first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
+        others = [input.index_select(1, index) for index in self._index[first:]]
+        if self._bridged is not None:
+            input.index_fill_(1, self._bridged, 0)
+        inputs = [input if self._in_place else input.index_select(1, self._index[0]), *others]
         blanks = [output.new_empty((output.shape[0], index.numel())) for index in self._index]
         outputs = [output, *blanks] if self._in_place else blanks
-        message.run(outputs, inputs, step, hooks, note)
-        self.join(outputs, output)
+        self._message.run(outputs, inputs, step, hooks, note)
+        for part, index in zip(outputs[int(self._in_place) :], self._index, strict=True):
+            output.index_copy_(1, index, part)
 
 
 def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tuple[feedback.Piece, ...]:
@@ -165,11 +171,11 @@ class ShardSync(GradientSync):
         if rows.message is None:
             self.tally.sent(rows.plain_bytes)
             return False
-        as_program = rows.message.program is not None and not self.chooser.measuring
+        as_program = rows.message.program is not None and not self.measuring
         hooks = None if as_program else self._hooks(rows, group.size(), input.device)
         note = self._next_note(input.device) if as_program else None
         given, result = input.view(group.size(), -1), output.view(1, -1)
-        rows.columns.send(rows.message, result, given, self._step, hooks, note)
+        rows.columns.send(result, given, self._step, hooks, note)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
 
@@ -182,7 +188,7 @@ class ShardSync(GradientSync):
 
     def _hooks(self, rows: BucketPlan, world: int, device: torch.device) -> list[LaneHooks]:
         pairs = zip(rows.lanes, rows.carries, strict=True)
-        if not self.chooser.measuring:
+        if not self.measuring:
             return [(carry, None, self.tally.checked) for _, carry in pairs]
         watch = self.errors.watch
         return [(carry, watch([*n.pieces] * world, device).lost, self.tally.checked) for n, carry in pairs]
@@ -198,13 +204,13 @@ class ShardSync(GradientSync):
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
             return BucketPlan(found, width, plain_bytes)
-        columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
         if key not in self._messages:  # a codec that returns needs no new agreement
             made = RowMessage(laid, like, group, scale)
             bounded(self._messages)[key] = made  # a divisor that changes at every step would make thousands
         message: RowMessage = self._messages[key]
+        columns = Columns(found, width, like, message)
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         carry, factor = self.memories.carry, 1.0 / scale
         carries = [carry(n.spec.feedback, n.pieces, factor, like.device, row_pieces(n, held)) for n in found]
@@ -331,7 +337,7 @@ class Gatherer:
         if key not in self._messages:
             self._messages[key] = self._new_message(input, group)
         columns, message = self._messages[key]
-        columns.send(message, output.view(group.size(), -1), input.view(1, -1), step)
+        columns.send(output.view(group.size(), -1), input.view(1, -1), step)
         return message.sent_bytes
 
     def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
@@ -341,8 +347,8 @@ class Gatherer:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
             specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
-        columns = Columns(found, self._width, like.device)
-        return columns, RowMessage([lane.spec for lane in found], like, group)
+        message = RowMessage([lane.spec for lane in found], like, group)
+        return Columns(found, self._width, like, message), message
 
 
 class ExactGather(Operation):

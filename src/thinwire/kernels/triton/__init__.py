@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from thinwire.kernels.triton.launch import (
         decode_sum as decode_sum,
         encode as encode,
-        put_back as put_back,
         recode as recode,
-        set_aside as set_aside,
     )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,7 +59,7 @@ def fused_rows() -> ModuleType:
 
 
 _HOMES = {
-    "launch": "encode decode_sum recode set_aside put_back",
+    "launch": "encode decode_sum recode",
     "fake_launch": "fake_quantize fake_quantize_grad",
     "exact": "exact_encode exact_decode",
 }

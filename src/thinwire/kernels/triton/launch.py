@@ -16,11 +16,11 @@ from torch import Tensor
 
 from thinwire.kernels import reference, trellis
 from thinwire.kernels.schema import CELLS, LLOYD, TRELLIS, Encoding, TrellisTable, decoding
-from thinwire.kernels.triton import INTERPRETED, aside, plain, tuning
+from thinwire.kernels.triton import INTERPRETED, plain, tuning
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack
-from thinwire.kernels.triton.prepared import Prepared, Repeated
+from thinwire.kernels.triton.prepared import Prepared
 from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
@@ -91,26 +91,6 @@ def recode(
     world = unrolled(stack.world, how.format)
     launch = blocks(recode_kernel, how, (layout,), config, wire.device, at, world=world, check=check, calm=True)
     launch(**given, scale=float(scale), keys=_keys(how, rotation or 0, dither))
-
-
-def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
-    """See schema.Backend."""
-    blanks = 0 if gaps is None else gaps.numel()
-    start = _moving(False, index.numel(), blanks, x.device)
-    start((out, x, index, x if memory is None else memory, index if gaps is None else gaps))
-
-
-def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
-    """See schema.Backend."""
-    _moving(True, index.numel(), 0, x.device)((values, x, index))
-
-
-@lru_cache(maxsize=1024)
-def _moving(back: bool, count: int, blanks: int, device: torch.device) -> Repeated:
-    kernel = aside.put_back_kernel if back else aside.set_aside_kernel
-    tensors = ("values", "x", "index") if back else ("out", "x", "index", "memory", "gaps")
-    made = Prepared(kernel, device, -(-count // aside.MOVED.value), 4, {"count": count, "blanks": blanks}, {})
-    return Repeated(lambda _: made, tensors)
 
 
 def unrolled(world: int, format: Format) -> int:

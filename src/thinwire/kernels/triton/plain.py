@@ -16,6 +16,7 @@ from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes,
 
 COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
+PICKED = tl.constexpr(4096)  # numbers here and there in a tensor (rows.Picked), as many by one program
 
 
 @triton.jit
@@ -216,3 +217,42 @@ def put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GRO
     else:
         for i in tl.static_range(COUNT):
             store_bytes(plane, at + i, words[i], inside, False, SIZE)
+
+
+@triton.jit
+def encode_picked(x, index, copy, wire, rows, a, b, SHORT: tl.constexpr, RAW: tl.constexpr, COPIED: tl.constexpr):
+    """Row r of wire = x at index_r, all rows but `skip`; x becomes 0 there, and if COPIED copy_r is x, in all rows."""
+    row = tl.program_id(1)
+    if row <= rows.short:
+        frame = picked(a, b, row == rows.short)
+        i = tl.program_id(0).to(tl.int64) * PICKED + tl.arange(0, PICKED)
+        inside = i < frame.numel
+        start = row * wide(rows.each)
+        at = tl.load(index + start + i, mask=inside, other=0)
+        number = tl.load(x + at, mask=inside)
+        if COPIED:
+            tl.store(copy + start + i, number, mask=inside)
+        tl.store(x + at, tl.zeros((PICKED,), tl.float32).to(x.dtype.element_ty), mask=inside)
+        if row != rows.skip:
+            target = wire + row * wide(rows.stride)
+            if tl.program_id(0) == 0:
+                write_frame(target, frame, (0, 0))
+            if RAW:
+                tl.store((target + frame.plane0).to(tl.pointer_type(SHORT)) + i, number, mask=inside)
+            else:
+                put(target + frame.plane0, (number.to(tl.float32),), i, inside, SHORT, 1, False)
+
+
+@triton.jit(do_not_specialize=("call",))
+def decode_picked(wire, out, index, bad, call, rows, scale, a, b, SHORT: tl.constexpr, COUNT: tl.constexpr):
+    """out at index_r = scale * sum of the wires of row r; COUNT as in decode_plain."""
+    row = tl.program_id(1)
+    if row <= rows.short:
+        frame = picked(a, b, row == rows.short)
+        i = tl.program_id(0).to(tl.int64) * PICKED + tl.arange(0, PICKED)
+        inside = i < frame.numel
+        total, worst = _sum(wire + row * wide(rows.stride) + frame.plane0, rows, -1, i, inside, SHORT, 1, False)
+        at = tl.load(index + row * wide(rows.each) + i, mask=inside, other=0)
+        store_floats(out, times(total, scale), at, inside, 1, False)
+        if COUNT:
+            note(bad, call, worst[None, :])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import hashing
-from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
+from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Picked, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import launch, plain, row_blocks, tuning
 from thinwire.kernels.triton.frame import Keys, Stack
@@ -34,14 +34,18 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
         raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
         make = functools.partial(_plain, plain.encode_plain, job, known, RAW=raw, RESIDUAL=False)
         copy = Repeated(make, ("wire", "x", "residual"), even=even)
-        return lambda x, wires, mixed, memory: copy((wires, x, x))
+        make = functools.partial(_plain, plain.encode_picked, job, known, RAW=raw, COPIED=skip >= 0)
+        pick: Any = Repeated(make, ("wire", "x", "index", "copy"))
+        return lambda x, wires, mixed, memory: (
+            pick((wires, *x[:2], x[2 if skip >= 0 else 0])) if isinstance(x, Picked) else copy((wires, x, x))
+        )
     op = "encode_residual" if mode else "encode"
     config = tuning.choose(op, job.how, job.dtype, job.device, job.rows.numel)
     make = functools.partial(_blocks, row_blocks.encode_rows, job, config, known, mode=mode)
     blocks = Repeated(make, ("wire", "x", "memory", "left"), ("step",), even)
     keyed = job.how.keyed
 
-    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+    def encode(x: Any, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         kept, left = (x, x) if memory is None else memory[:2]
         blocks((wires, x, kept, left), (launch.split(mixed) if keyed else (0, 0),))
 
@@ -121,11 +125,14 @@ def decoder(
 
     tensors = ("wire", "out", "source", "bad", *(() if is_plain else ("left", "memory", "mean")))
     launches = [Repeated(functools.partial(make, noted=noted), tensors, ("call",), even) for noted in (False, True)]
+    scattered = [functools.partial(_plain, plain.decode_picked, job, known, COUNT=noted) for noted in (False, True)]
+    puts = [Repeated(put, ("wire", "out", "index", "bad"), ("call",)) for put in scattered]
 
-    def decode(
-        wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
-    ) -> None:
+    def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Tensor | None = None) -> None:
         noted, call = (wires, 0) if bad is None else bad
+        if isinstance(out, Picked):
+            puts[bad is not None]((wires, *out[:2], noted), (call,))
+            return
         copied = out if source is None else source
         start = launches[bad is not None]
         if is_plain:
