@@ -28,7 +28,7 @@ from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refu
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.programs import Program, copying
 from thinwire.collectives.transport import Transport
-from thinwire.collectives.work import StreamWork, Work
+from thinwire.collectives.work import StreamWork, Work, done_future
 from thinwire.collectives.workspaces import CallerWorkspace, StreamWorkspace, Workspace
 from thinwire.errors import CollectiveError, PeerError
 
@@ -77,7 +77,8 @@ class Channel:
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
         on_stream = self.transport.on_stream
         has_streams = on_stream and device.type == "cuda"
-        self.caller_space = CallerWorkspace(device) if on_stream else None  # of blocking programs
+        # Of blocking programs, which FSDP2 calls from two streams: the one that was used last comes first.
+        self.caller_spaces = [CallerWorkspace(device), CallerWorkspace(device)] if on_stream else []
         self._async_spaces = (StreamWorkspace(device), StreamWorkspace(device)) if has_streams else ()
         self._async_index = 0  # the one in use
         self.stream = torch.cuda.Stream(device) if has_streams else None
@@ -110,7 +111,7 @@ class Channel:
 
         On a GPU's stream the operation runs as a program: the stream waits, the host does not.
         """
-        if self.caller_space is not None:
+        if self.caller_spaces:
             return self.launch(functools.partial(run_on_stream, operation), operation.memory(), call, in_order=True)
         operation.work = work = Work(list(call.outputs), self._pipeline)
         operation.site = call.site
@@ -137,41 +138,39 @@ class Channel:
         call: IssuedCall,
         *,
         written: int = 1,
-        is_first_run: bool | None = None,
         in_order: bool = False,
+        result: Tensor | None = None,
     ) -> Work | None:
         """Launch the program of a call on the caller's stream or, if asynchronous, on one of the group's.
 
         The host does not wait, unless torch was told to block in NCCL's calls. The program writes the first `written`
         tensors, which are the call's outputs or views of them; where a tensor is not contiguous it runs on copies.
-        Before the first run (None: if the call is the first of its kind) its kernels are compiled, all at once.
-        `in_order`: of an operation, neither is done, and asynchronous ones share one stream, since they add to the same
-        feedback and statistics.
+        Before the first run (`is_new`, or the call is the first of its kind) its kernels are compiled, all at once. Not
+        `in_order`: operations, of which asynchronous ones share a stream, since they add to the same feedback and
+        statistics. Returns an asynchronous call's work (with `result`, a future of it).
         """
-        assert self.caller_space is not None
         site, outputs, async_op = call.site, call.outputs, call.async_op
         number = 0 if in_order else self.next_step() if call.step is None else check_step(call.step)
-        if is_first_run is None:
-            is_first_run = not site.known
         if not in_order and not all(map(Tensor.is_contiguous, tensors)):
             program = functools.partial(copying, program, written)
-        if not in_order and is_first_run:
+        if not in_order and getattr(program, "is_new", not site.known):
             program(Workspace(torch.device("meta")), tensors, number)  # a dry run
             kernels.compiled()
         if async_op:
             self._async_index = 0 if in_order else self._async_index ^ 1
         space = self._async_spaces[self._async_index] if async_op and self._async_spaces else None
         lost = None
+        work: Any = None
         with self.lock:
             try:
                 if space is None:
-                    program(self.caller_space, tensors, number)
+                    program(self._caller_space() if self.stream else self.caller_spaces[0], tensors, number)
                     if self.transport.blocking:
                         self.settle(site)
                 else:
                     with space.entered((*tensors, *outputs)) as stream:
                         program(space, tensors, number)
-                        work = StreamWork(list(outputs), stream)
+                        work = StreamWork(list(outputs), stream) if result is None else done_future(result, self.device)
                         if self.transport.blocking:
                             self.settle(site)
             except BaseException as error:
@@ -185,9 +184,17 @@ class Channel:
         for tensor in outputs:
             if not tensor.is_inference():  # autograd cannot see what a kernel writes through a pointer
                 torch.autograd.graph.increment_version(tensor)
-        if space is not None:
-            return work
-        return Work(list(outputs)).finished() if async_op else None
+        if space is None and async_op:
+            work = Work(list(outputs)).finished() if result is None else done_future(result, self.device)
+        return work if async_op else None
+
+    def _caller_space(self) -> CallerWorkspace:
+        """The workspace that the current stream used before, or the one that was used longest ago."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        first, other = self.caller_spaces
+        if handle != first.handle and (handle == other.handle or not torch.cuda.is_current_stream_capturing()):
+            self.caller_spaces.reverse()
+        return self.caller_spaces[0]
 
     def settle(self, site: CallSite) -> None:
         """Wait for what the current stream was given by a call; raises PeerError."""
@@ -196,7 +203,7 @@ class Channel:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch held."""
-        spaces: Sequence[Workspace] = [] if self.caller_space is None else [self.caller_space, *self._async_spaces]
+        spaces: list[Workspace] = [*self.caller_spaces, *self._async_spaces]
         return self.scratch.nbytes + sum(space.buffer.numel() for space in spaces)
 
     def _is_over(self) -> bool:

@@ -27,6 +27,13 @@ def new_future(device: torch.device) -> "Futures[Tensor]":
     return Futures(devices=devices)
 
 
+def done_future(value: Any, device: torch.device) -> "Futures[Any]":
+    """A future of tensors on `device`, done when everything queued on the current stream is."""
+    future: Any = new_future(device)
+    future.set_result(value)
+    return future  # type: ignore[no-any-return]
+
+
 class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 
@@ -89,10 +96,6 @@ class Work(dist.Work):
         """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
         return self._future
 
-    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
-        """A future that holds `tensor` once the outputs are there."""
-        return self._future.then(lambda done: (done.value(), tensor)[1])
-
     def finished(self) -> "Work":
         """Mark as done; on a GPU, done when everything queued on the current stream is."""
         if self._device is not None:
@@ -129,18 +132,8 @@ class StreamWork(Work):
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        return self._holding(self._outputs)
-
-    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
-        return self._holding(tensor)
-
-    def _holding(self, value: Any) -> "Futures[Any]":
-        """A future is done when everything queued on the current stream is."""
-        assert self._device is not None
-        future: Futures[Any] = Futures(devices=[self._device])
         with torch.cuda.stream(self._stream):
-            future.set_result(value)
-        return future
+            return done_future(self._outputs, self._stream.device)
 
 
 def again(error: BaseException) -> BaseException:

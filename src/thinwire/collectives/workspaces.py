@@ -1,9 +1,9 @@
 """Where calls on a GPU's stream run: scratch that is kept from call to call, and the streams of asynchronous ones.
 
-[Note: Workspaces] A blocking call runs on the caller's own stream, without an event. An asynchronous one runs on one of
-two streams of the group, by turns: while the wires of one call travel, the next one encodes. Every stream has scratch
-of its own, so nobody waits for it. NCCL itself keeps the messages of a group in the order in which they were started,
-on whatever stream.
+[Note: Workspaces] A blocking call runs on the caller's own stream, without an event; two streams have scratch of their
+own. An asynchronous one runs on one of two streams of the group, by turns: while the wires of one call travel, the next
+one encodes. Every stream has scratch of its own, so nobody waits for it. NCCL itself keeps the messages of a group in
+the order in which they were started, on whatever stream.
 """
 
 import functools
@@ -59,24 +59,21 @@ class Region(Generic[Views]):
 
 
 class CallerWorkspace(Workspace):
-    """The workspace of blocking calls, which come from any stream."""
+    """A workspace of blocking calls, which come from any stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream: torch.cuda.Stream | None = None  # the one that used it last
-        self._handle = -1  # of that
-        self._has_streams = device.type == "cuda"
+        self.handle = -1  # of that
 
     def reserve(self, nbytes: int) -> Tensor:
-        if self._has_streams:
-            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if handle != self._handle:
-                self._move(handle)
+        if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(self.device.index) != self.handle:
+            self._move()
         return self.buffer if self.buffer.numel() >= nbytes else super().reserve(nbytes)
 
-    def _move(self, handle: int) -> None:
+    def _move(self) -> None:
         """Wait for the stream that used the scratch last."""
-        current = torch.cuda.current_stream(self.device)
+        current = current_stream(self.device.index)
         if self._stream is not None and self.buffer.numel():
             if torch.cuda.is_current_stream_capturing():
                 raise CollectiveError(
@@ -86,7 +83,7 @@ class CallerWorkspace(Workspace):
             current.wait_stream(self._stream)
             self.buffer.record_stream(current)
         self._stream = current
-        self._handle = handle
+        self.handle = current.cuda_stream
 
 
 class StreamWorkspace(Workspace):

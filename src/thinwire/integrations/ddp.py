@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import checks, groups, torch_verbs
 from thinwire.collectives.channel import wait_in
-from thinwire.collectives.work import new_future
+from thinwire.collectives.work import done_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.checkpoint import Restorer
@@ -95,9 +95,10 @@ class DDPState(Handle):
             raise CollectiveError(_NO_BUCKETS)
         buffer = bucket.buffer()
         checks.check_gradient(buffer)
-        group = groups.resolve(self.process_group)
         if self._ended:
-            self._begin_step(group, buffer.device)
+            self._group = groups.resolve(self.process_group)
+            self._begin_step(self._group, buffer.device)
+        group = self._group
         try:
             if self.closed:
                 return torch_verbs.average(buffer, group)
@@ -107,8 +108,7 @@ class DDPState(Handle):
             if self._guard is not None:
                 self._guard.look(gradients.names, gradients.views)
             if group.size() == 1 or not buffer.numel():
-                future = new_future(buffer.device)
-                future.set_result(buffer)
+                future = done_future(buffer, buffer.device)
             else:
                 undo = self._weigh(parameters, names, buffer)
                 future = self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)

@@ -19,7 +19,6 @@ from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
-from thinwire.collectives.work import Work
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
@@ -62,7 +61,7 @@ class GradientSet:
 def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> GradientSet:
     """The gradients that lie in a buffer, one parameter after the other; those without elements are left out."""
     real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-    if any(0 in shape for shape in shapes):
+    if not all(map(torch.Size.numel, shapes)):
         filled = [i for i, shape in enumerate(shapes) if shape.numel()]
         names = tuple(names[i] for i in filled)
         shapes = [shapes[i] for i in filled]
@@ -97,6 +96,7 @@ class GradientSync:
         self._options_text = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
+        self.measuring = False  # whether this step measures errors
         self._step = 0
         self._began = 0.0  # time at which the step began
         self._buckets: dict[object, BucketPlan] = {}  # by all that a plan depends on
@@ -119,6 +119,7 @@ class GradientSync:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(torch_verbs.agree, "decide", (group, *self.peers), device)
         news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
+        self.measuring = self.chooser.measuring
         if self.chooser.raced:  # drop what the codecs that lost remember
             self.memories.load({}, {}, self.memories.kinds)
         if self.chooser.raced or self.chooser.setting != self._setting:
@@ -135,24 +136,24 @@ class GradientSync:
         assert group is not None
         like = gradients.like
         key = gradients.names, like.dtype, like.device, gradients.buffer is None
-        if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(gradients, like, group)
-        bucket = self._buckets[key]
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = self._new_bucket(gradients, like, group)
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes)
             return _plainly(gradients, output, group)
         streamed = bucket.streamed
-        if streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
+        if streamed is not None and gradients.buffer is not None and not self.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
             call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
             streamed.begin(self.tally)
-            started: Work = channel.launch(streamed, (gradients.buffer,), call, is_first_run=streamed.is_new)
+            found: Any = channel.launch(streamed, (gradients.buffer,), call, result=output)
             streamed.is_new = False
-            return started.future_of(output)
+            return found  # type: ignore[no-any-return]
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
-        if self.chooser.measuring:
+        if self.measuring:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         pairs = zip(bucket.carries, watches, strict=True)
         hooks = [(carry, watch, self.tally.checked) for carry, watch in pairs]
