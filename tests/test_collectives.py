@@ -296,6 +296,12 @@ def inference_tensors(group: Group) -> None:
         out = torch.empty(6)
         thinwire.all_to_all_single(out, torch.ones(6), codec="none", algorithm="compressed")
     assert [float(t.sum()) for t in (x, y, *z, out)] == [80, 160, 10, 12, 6]
+    for whole in (x, y):  # outside inference mode
+        half = torch.full((whole.numel() // 2,), 2.0)
+        thinwire.all_reduce(whole, AVG, algorithm="plain")
+        thinwire.all_gather_into_tensor(whole, half, algorithm="plain")
+        thinwire.all_gather([*whole.split(len(whole) // 2)], half, algorithm="plain")
+        assert (whole == 2).all()
 
 
 def scalars(group: Group) -> None:
@@ -856,15 +862,12 @@ def test_misuse_is_refused_by_name_and_leaves_the_group_usable(group: Group, dev
         (lambda: coalesced([x, x.half()]), "all_reduce_coalesced: expected one dtype"),
         (lambda: gather(y.half(), x), "all_gather_into_tensor: expected one dtype"),
         (lambda: coalesced([]), "all_reduce_coalesced: expected at least one tensor"),
-        (lambda: reduce(x, algorithm="compressed"), "algorithm must be one of"),
-        (
-            lambda: reduce(x, algorithm="ring"),
-            "algorithm must be one of auto, two_phase, one_shot, hierarchical, plain",
-        ),
+        (lambda: reduce(x, algorithm="ring"), "algorithm must be one of auto, two_phase, one_shot, hier"),
         (lambda: gather(y, x, algorithm="two_phase"), "algorithm must be one of auto, compressed, plain"),
         (lambda: by_codec(x, codec="int9"), "CodecError: unknown codec 'int9'"),
         (lambda: by_codec(x, codec=8), "CodecError: expected a codec"),
-        (lambda: by_codec(x, codec=["int8", "int4"]), "CodecError: expected a codec"),
+        (lambda: by_codec(x, codec=()), "CodecError: expected a codec"),
+        (lambda: by_codec(x, codec=("int8", "int4", "int2")), "CodecError: expected a codec"),
         (lambda: by_codec(x, codec=("int8", "int4")), "a pair of codecs requires algorithm='hierarchical'"),
         (lambda: by_codec(x.double(), codec="int8"), "CodecError: codec int8 takes float32, bfloat16, float16, got"),
         (lambda: gather(y.long(), x.long(), codec="int8", algorithm="compressed"), "CodecError: codec int8 takes"),
@@ -877,12 +880,8 @@ def test_misuse_is_refused_by_name_and_leaves_the_group_usable(group: Group, dev
         (lambda: thinwire.all_gather(parts[1:], parts[0]), "all_gather: tensor_list must hold one tensor"),
         (lambda: thinwire.all_gather(parts, x), "all_gather: tensor_list must hold one tensor"),
         (lambda: thinwire.all_to_all(parts, parts[1:]), "all_to_all: expected one tensor"),
-        (
-            lambda: swap(y, y + 1, [1] * world),
-            "all_to_all_single: output_split_sizes must be 2 sizes that add up to 12",
-        ),
+        (lambda: swap(y, y + 1, [1] * world), "all_to_all_single: output_split_sizes must be 2 sizes"),
         (lambda: swap(y, y + 1, None, [-1, 6 * world + 1]), "all_to_all_single: input_split_sizes must be"),
-        (lambda: swap(y, y + 1, None, [6 * world]), "all_to_all_single: input_split_sizes must be"),
         (lambda: swap(odd, odd + 1), "all_to_all_single: 5 rows of output do not divide"),
         (lambda: swap(one, one + 1), "all_to_all_single: output must have a dimension"),
         (lambda: cast(x), "broadcast needs either src or group_src"),
@@ -893,10 +892,7 @@ def test_misuse_is_refused_by_name_and_leaves_the_group_usable(group: Group, dev
         (lambda: by_codec(x, codec="lloyd4", step=0.5), "TypeError"),
         (lambda: reduce(torch.ones(3, dtype=torch.complex64).conj()), "all_reduce: a conjugated view"),
         (lambda: reduce(torch.ones(1).expand(6)), "all_reduce: elements of an expanded tensor share memory"),
-        (
-            lambda: gather(one.expand(6 * world), x),
-            "all_gather_into_tensor: elements of an expanded tensor share memory",
-        ),
+        (lambda: gather(one.expand(6 * world), x), "all_gather_into_tensor: elements of an expanded"),
         (lambda: reduce(torch.ones(4, device="meta")), "all_reduce: expected plain tensors, got a meta tensor"),
         (lambda: reduce(x.short(), algorithm="plain"), "gloo takes float32"),
         (lambda: gather(y.short(), x.short(), algorithm="plain"), "gloo takes float32"),

@@ -227,10 +227,10 @@ def test_ranks_that_share_hosts_are_told_of_a_mesh_once(group: Group, options: M
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no mesh": ({"mesh": 3}, "mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got int"),
-    "a line": ({"mesh": "line"}, "mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got a mesh"),
+    "no mesh": ({"mesh": 3}, "mesh must be a DeviceMesh of two dimensions, nodes and ranks inside, got int"),
+    "a line": ({"mesh": "line"}, "mesh must be a DeviceMesh of two dimensions, nodes and ranks inside, got a mesh"),
     "inside alone": ({"mesh": None, "inside": "int8"}, "inside='int8' requires a mesh of nodes"),
-    "an algorithm": ({"algorithm": "two_phase"}, "with a mesh the algorithm is 'hierarchical'"),
+    "an algorithm": ({"algorithm": "two_phase"}, "with mesh= the algorithm is 'hierarchical'"),
     "feedback": ({"feedback": "classic"}, "have no error feedback: leave out feedback='classic'"),
     "rows": ({"mesh": "rows"}, "must list its ranks in the same order, got [[3, 1], [0, 2]]: sort each row"),
     "other ranks": ({"mesh": "half"}, "the mesh must hold the ranks of DDP's group, [0, 1, 2, 3], got one of [0, 1]"),

@@ -656,7 +656,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": "int4", "replica": "no"}, "replica must be True, False or None, got 'no'"),
     *(({name: "int99"}, "int99") for name in ("gradients", "weights", "inside")),
     ({"feedback": "ef20"}, "feedback must be one of auto, none, classic, ef21, got 'ef20'"),
-    ({"warmup_steps": -1}, "warmup_steps must be an integer, 0 or more, got -1"),
 ]
 
 
@@ -681,6 +680,11 @@ def test_misuse_is_refused_and_changes_nothing(group: Group) -> None:
     compress_fsdp(own.blocks[0])  # nor here
     compress_fsdp(gathers)  # weights are gathered as before
     train(gathers, group, range(2))
+    late = Net()
+    fully_shard(late.blocks[0], mesh=mesh)
+    compress_fsdp(late)
+    fully_shard(late, mesh=mesh)  # the root's gradients would travel uncompressed
+    assert "fully_shard was called on the root after it" in message_of(lambda: train(late, group, range(1)))
 
 
 @on_ranks(2)

@@ -202,9 +202,7 @@ def _algorithm(verb: Verb, arguments: Arguments, codec: Codec, outputs: Sequence
     """The algorithm that was asked for; for "auto", one that compresses."""
     asked: str = arguments.get("algorithm", "auto")
     if asked == "plain":
-        raise CollectiveError(
-            "algorithm='plain' sends nothing through a codec: call the collective without auto_quantize"
-        )
+        raise CollectiveError("algorithm='plain' sends nothing through a codec: call it without auto_quantize")
     if asked != "auto":
         return asked
     if verb not in _REDUCES:

@@ -37,15 +37,9 @@ class Reduction(NamedTuple):
         return f"premul_sum*{self.factor!r}" if self.name == "premul_sum" else self.name
 
 
-_SUM = Reduction("sum")
-_AVG = Reduction("avg")
-
-
 def reduction(op: Any) -> Reduction:
-    if op == dist.ReduceOp.SUM:
-        return _SUM
-    if op == dist.ReduceOp.AVG:
-        return _AVG
+    if op == SUM or op == dist.ReduceOp.AVG:
+        return Reduction("sum" if op == SUM else "avg")
     if op == dist.ReduceOp.PREMUL_SUM:
         return _premul(op)
     raise CollectiveError(f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others")
@@ -80,7 +74,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
     A string that names no codec is kept: the plan of the call raises for it, after the ranks have compared it.
     """
     found: list[Codec | str] = []
-    for spec in specs if isinstance(specs, tuple) else (specs,):
+    for spec in specs if isinstance(specs, tuple) and 1 <= len(specs) <= 2 else (specs,):
         if not isinstance(spec, str | Codec):
             raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
         try:

@@ -64,7 +64,7 @@ def agree(
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """Combine every rank's tensor by `op`, in place."""
     call = issue_call(
-        channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})"
+        channel_of(group, tensor.device), f"{what}({op.name.lower()}, {tensor.numel()} of {tensor.dtype})"
     )
     options = dist.AllreduceOptions()
     options.reduceOp = op
@@ -107,7 +107,8 @@ def all_gather_list(call: IssuedCall, parts: Sequence[Tensor], input: Tensor) ->
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
-    work = call.channel.transport.group.allgather([rows], [sent], c10d.AllgatherOptions())
+    with _writing(parts):
+        work = call.channel.transport.group.allgather([rows], [sent], c10d.AllgatherOptions())
     return _end(call, work, None if in_place else _finish(parts, whole), sent, whole)
 
 
@@ -168,9 +169,15 @@ def _start(
     if call.channel.world == 1:
         whole.copy_(sent)
     else:
-        work = verb(call.channel.transport.group, whole, sent, *how)
+        with _writing(parts):
+            work = verb(call.channel.transport.group, whole, sent, *how)
     finish = _finish(parts, whole, reduction, call.channel.world)
     return _end(call, work, finish, whole, sent)
+
+
+def _writing(parts: Sequence[Tensor]) -> torch.inference_mode:
+    """In which `parts` may be written: inference tensors only in inference mode."""
+    return torch.inference_mode(torch.is_inference_mode_enabled() or any(part.is_inference() for part in parts))
 
 
 def wait(work: Any, channel: Channel, site: CallSite) -> None:
@@ -198,13 +205,14 @@ def _finish(
         return None
 
     def finish() -> None:
-        if reduction is not None and reduction.name == "premul_sum":
-            row.mul_(reduction.factor)
-        elif reduction is not None and reduction.name == "avg":  # integers as NCCL averages them
-            row.div_(world, rounding_mode=None if row.is_floating_point() else "trunc")
-        if not in_place:
-            for part, numbers in zip(parts, row.split([part.numel() for part in parts]), strict=True):
-                part.detach().copy_(numbers.view(part.shape))
+        with _writing(parts):
+            if reduction is not None and reduction.name == "premul_sum":
+                row.mul_(reduction.factor)
+            elif reduction is not None and reduction.name == "avg":  # integers as NCCL averages them
+                row.div_(world, rounding_mode=None if row.is_floating_point() else "trunc")
+            if not in_place:
+                for part, numbers in zip(parts, row.split([part.numel() for part in parts]), strict=True):
+                    part.detach().copy_(numbers.view(part.shape))
 
     return finish
 

@@ -69,9 +69,7 @@ class Schedule:
         elif warmup_steps:
             raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
         if not spec or any(not is_int(step) or step < 0 for step in spec):
-            raise CodecError(
-                f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
-            )
+            raise CodecError(f"a schedule maps steps, 0 or more, to codecs, as {{0: 'none', 100: 'int8'}}: got {spec}")
         self._from = {step: parse(spec[step]) for step in sorted(spec)}
         self.starts = list(self._from)
         self.choices = list(self._from.values())  # all that hold at some step
@@ -294,13 +292,9 @@ class DDPOptions:
             raise CollectiveError(f"inside={str(chosen)!r} requires a mesh of nodes and ranks inside them: pass mesh=")
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
             what = f"a mesh of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-            raise CollectiveError(
-                f"mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got {what}"
-            )
+            raise CollectiveError(f"mesh must be a DeviceMesh of two dimensions, nodes and ranks inside, got {what}")
         if self.algorithm != "auto":
-            raise CollectiveError(
-                f"with a mesh the algorithm is 'hierarchical': leave out algorithm={self.algorithm!r}"
-            )
+            raise CollectiveError(f"with mesh= the algorithm is 'hierarchical': leave out algorithm={self.algorithm!r}")
         if self.feedback not in ("auto", "none"):
             raise CollectiveError(
                 "sums inside nodes and then across have no error feedback: "

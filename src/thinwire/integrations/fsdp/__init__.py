@@ -41,6 +41,7 @@ from thinwire.integrations.fsdp.torch_internals import (
     ReduceCall,
     ScatterComm,
     ShardedParameter,
+    check_whole,
     groups_of,
     watch_reductions,
 )
@@ -74,6 +75,7 @@ class FSDPState(Handle):
         else:
             self._sync = self._shards = ShardSync(options, self._chooser, self._log)
             self._syncs = {"shards": self._shards}
+        self._model: nn.Module | None = None  # until a step has shown that all of it is compressed
         self._expected: list[ShardedParameter] = []  # whose gradients are reduced next
         self._gatherers: list[Gatherer] = []
         self._guard = None
@@ -105,6 +107,9 @@ class FSDPState(Handle):
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Prepare for a call that reduces gradients of `group`."""
+        if self._model is not None:
+            check_whole(self._model)
+            self._model = None
         given = {id(source) for source in call.sources}
         self._shards.expect(given)
         self._expected = group.parameters(call.sources)
@@ -237,9 +242,8 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """The gradients of this rank's parts, each followed by its padding."""
     found = []
-    for parameter in parameters:
-        found.append((parameter.name, parameter.shape, parameter.held))
-        found.append((PADDING + parameter.name, parameter.shape, parameter.numel - parameter.held))
+    for p in parameters:
+        found += [(p.name, p.shape, p.held), (PADDING + p.name, p.shape, p.numel - p.held)]
     names, shapes, numels = zip(*[part for part in found if part[2]], strict=True)
     return GradientSet(names, shapes, gradients, numels=numels)
 
@@ -306,6 +310,7 @@ def compress_fsdp(
         issue_call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
     narrow = gathered != EXACT and bits_of(gathered) < _NARROW
     state._install(Rules(asked.exempt, None), replica, narrow=narrow)
+    state._model = model
     if narrow and not all(g.differences for g in state._gatherers):
         warnings.warn(
             f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "

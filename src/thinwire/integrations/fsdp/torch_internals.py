@@ -37,6 +37,7 @@ except ImportError as error:
         f"({error}): use one of those, or torch's own hooks with thinwire.reduce_scatter_tensor"
     ) from error
 
+gather_exactly = DefaultAllGather()  # gathers like FSDP2 itself
 _ARGUMENTS = (
     "fsdp_params",
     "unsharded_grads",
@@ -179,9 +180,7 @@ class ParameterGroup:
             (self._group._all_gather_comm if gathers else None, DefaultAllGather),
         ):
             if isinstance(present, ScatterComm | GatherComm):
-                raise CollectiveError(
-                    "this model is already compressed: close() the handle that compress_fsdp returned first"
-                )
+                raise CollectiveError("this model is already compressed: close() the handle of compress_fsdp first")
             if present is not None and type(present) is not kind:
                 raise CollectiveError(
                     f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp replaces "
@@ -225,19 +224,13 @@ class GatherComm(DefaultAllocMixin, AllGather):
 
     def __init__(self, gather: Callable[..., bool]) -> None:
         self._gather = gather
-        self._plain = DefaultAllGather()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         if self._gather(output_tensor, input_tensor, group):
             return None
-        return self._plain(output_tensor, input_tensor, group, async_op)
-
-
-def gather_exactly(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather like FSDP2 itself."""
-    DefaultAllGather()(output, input, group)
+        return gather_exactly(output_tensor, input_tensor, group, async_op)
 
 
 class ReduceCall:
@@ -320,3 +313,10 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
                 found.append(state._fsdp_param_group)
     unique = {id(group): group for group in found}  # several modules may share one
     return [ParameterGroup(group, names) for group in unique.values()]
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise if fully_shard has made parameter groups since compress_fsdp looked for them."""
+    late = [group.name for group in groups_of(model) if not isinstance(group._group._reduce_scatter_comm, ScatterComm)]
+    if late:
+        raise CollectiveError(f"call compress_fsdp last: fully_shard was called on {', '.join(late)} after it")
