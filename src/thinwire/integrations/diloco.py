@@ -407,7 +407,7 @@ class DiLoCo(Handle):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state: this rank's own, or a gathered one. Load the model and its optimizer yourself.
+        """Load a saved state: this rank's own, or a gathered one. Load model and optimizer yourself, once this is made.
 
         A gathered state may come from another number of ranks: what rank k remembered goes to rank k % world.
         """
