@@ -135,7 +135,7 @@ LINES = {  # at most
     "tools.report": 281,
     "tools.local": 458,
     "tools": 4675,
-    "qat": 2316,
+    "qat": 2312,
 }
 
 
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_605),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_600),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

@@ -7,7 +7,7 @@ the same parameters. So hooks, names, ties, devices and whoever else holds the l
 To add a layer: subclass it with `QuantizedLayer` first, write its forward, enter it in `FORMS`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,23 +66,19 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         return linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class _QuantizedConvolution(QuantizedLayer):
-    """A convolution that pads its input after quantizing it."""
-
-    bias: Tensor | None
-    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+class QuantizedConv1d(QuantizedLayer, nn.Conv1d):
+    """nn.Conv1d through quantizers. It pads its input after quantizing it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As the convolution it is made of."""
-        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+        convolved: Tensor = self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+        return convolved
 
 
-class QuantizedConv1d(_QuantizedConvolution, nn.Conv1d):
-    """nn.Conv1d through quantizers."""
-
-
-class QuantizedConv2d(_QuantizedConvolution, nn.Conv2d):
+class QuantizedConv2d(QuantizedLayer, nn.Conv2d):
     """nn.Conv2d through quantizers."""
+
+    forward = QuantizedConv1d.forward
 
 
 class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
