@@ -114,7 +114,7 @@ def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits:
     spent = sum(_bytes(layer, 0) for layer in layers)
     if spent > budget:
         least = 8 * (spent + fixed_bytes) / max(numel, 1)
-        raise CodecError(f"a budget of {bits:g} bits per element is not enough: this model needs {least:.3g}")
+        raise CodecError(f"{bits:g} bits per element are too few: exempt fewer parameters, or ask for {least:.3g}")
     heap = [_upgrade(layer, i, 0) for i, layer in enumerate(layers)]
     heapq.heapify(heap)
     while heap:
