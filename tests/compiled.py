@@ -191,17 +191,12 @@ def start_exact(tables: ExactTables, base: torch.Tensor) -> None:
     words, longs = (torch.empty(64, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
     short, small = words.to(torch.int16), words.to(torch.uint8)
     bits = base.view(exact.FORMATS[base.dtype].signed)
-    classes = {"by_class": bits, "ends": short}
-    exact.launch(exact.exact_sort_kernel, tables, base, 2)(new=bits, base=bits, by_class=bits, ends=longs)
-    exact.launch(exact.exact_encode_kernel, tables, base, 2, *exact.ENCODE)(
-        new=bits, rows=words, lengths=longs, **classes
-    )
-    exact.launch(exact.exact_pack_kernel, tables, base, 2)(rows=small, starts=longs, out=small)
-    exact.launch(exact.exact_ends_kernel, tables, base, 2)(base=bits, ends=longs)
-    exact.launch(exact.exact_read_kernel, tables, base, 1, 1)(words=words, starts=longs, last=61, bad=words, **classes)
-    exact.launch(exact.exact_undo_kernel, tables, base, 2)(
-        blocks=small, base=bits, out=bits, starts=longs, by_class=bits
-    )
+    places = {"by_class": bits, "starts": longs}
+    exact.launch(exact.exact_encode_kernel, tables, base, 2)(new=bits, base=bits, rows=longs, lengths=longs)
+    exact.launch(exact.exact_pack_kernel, tables, base, 2)(rows=small, new=small, starts=longs, out=small)
+    exact.launch(exact.exact_ends_kernel, tables, base, 2)(base=bits, ends=short)
+    exact.launch(exact.exact_read_kernel, tables, base, 1, 1)(words=words, ends=short, bad=words, **places)
+    exact.launch(exact.exact_undo_kernel, tables, base, 2)(blocks=small, base=bits, out=bits, **places)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

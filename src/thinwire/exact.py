@@ -23,7 +23,7 @@ def encode(new: Tensor, base: Tensor) -> Tensor:
     backend = kernels.select(base.device)
     tables = definition.choose(backend.exact_count(new, base), definition.FORMATS[base.dtype].bits)
     blocks, lengths = backend.exact_encode(tables, new, base)
-    return torch.cat([exact_head(tables, base.dtype, lengths, base.numel()), blocks])
+    return torch.cat([exact_head(tables, base.dtype, lengths.cpu(), base.numel()).to(base.device), blocks])
 
 
 def decode(wire: Tensor, base: Tensor) -> Tensor:

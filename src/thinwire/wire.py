@@ -310,8 +310,8 @@ def exact_head(tables: ExactTables, dtype: torch.dtype, lengths_K: Tensor, numel
     bits, variant = 8 * dtype.itemsize, EXACT_DTYPES.index(dtype)
     header = _HEADER.pack(MAGIC, VERSION, Kind.EXACT, bits, variant, width, EXACT_BLOCK, tables.top, 0, numel)
     head = torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
-    lengths = lengths_K.cpu().to(torch.uint8) if width == 1 else lengths_K.cpu().to(torch.int16).view(torch.uint8)
-    return torch.cat([head, lengths]).to(lengths_K.device)
+    lengths = lengths_K.to(torch.uint8) if width == 1 else lengths_K.to(torch.int16).view(torch.uint8)
+    return torch.cat([head, lengths])
 
 
 def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[ExactTables, Tensor, int]:

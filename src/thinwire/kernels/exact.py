@@ -227,9 +227,7 @@ def _encode_chunk(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tenso
     _put(stream_KN, begin_KB + zeros_KB, low_gap_KB, at.gap_KB + 1, has_gap & fits_K1)
     _put(stream_KN, begin_KB + gap_bits_KB + steps_KB, low_KB, width_KB, coded_KB & fits_K1)
     bytes_KN = (stream_KN.view(len(u_KB), -1, 8) << torch.arange(8, device=base.device)).sum(2).to(torch.uint8)
-    plain_KN = pad(new.contiguous().view(torch.uint8), (0, bytes_KN.numel() - new.numel() * bits // 8)).view_as(
-        bytes_KN
-    )
+    plain_KN = pad(new.contiguous().view(torch.uint8), (0, bytes_KN.numel() - new.nbytes)).view_as(bytes_KN)
     length_K = torch.where(fits_K1[:, 0], length_K, plain_K)
     inside = torch.arange(bytes_KN.shape[1], device=base.device) < length_K[:, None]
     return torch.where(fits_K1, bytes_KN, plain_KN)[inside], length_K
