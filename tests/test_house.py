@@ -129,7 +129,7 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 6817,
+    "kernels": 6810,
     "tools.bench": 1031,
     "tools.advise": 896,
     "tools.report": 281,
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_600),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_594),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),
