@@ -4,6 +4,8 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
+import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -397,8 +399,13 @@ def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     """The bucket's gradients as DDP lays them out: in the memory order of dense parameters, which may be permuted."""
-    found = []
-    for parameter, row in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-        found.append(row.as_strided(parameter.shape, parameter.stride()) if dense else row.view(parameter.shape))
-    return found
+    starts = itertools.accumulate((p.numel() for p in parameters), initial=buffer.storage_offset())
+    pairs = zip(parameters, starts, strict=False)
+    return [buffer.as_strided(p.shape, _strides_of(p.shape, p.stride()), at) for p, at in pairs]
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_of(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a parameter's gradient in a bucket."""
+    dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == stride
+    return stride if dense else torch.empty(shape, device="meta").stride()
