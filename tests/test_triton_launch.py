@@ -211,6 +211,7 @@ def test_a_repeated_launch_tells_dtypes_apart(monkeypatch: pytest.MonkeyPatch) -
     repeated = Repeated(lambda grouped: made, ("x", "wire"))
     for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
         repeated((torch.zeros(16, dtype=dtype), WIRE))
+    repeated((torch.zeros(32, device="meta")[16:], WIRE))  # of a dry run, whose address is not zero: nothing starts
     assert [warmup["x"].dtype for warmup in kernel.warmups] == [torch.float32, torch.bfloat16]
     kinds = [type(launch["x"]) for launch in kernel.made.launches]
     assert kinds == [Tensor, int, Tensor, int, int]  # addresses, once a kernel is known

@@ -399,7 +399,7 @@ def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     """The bucket's gradients as DDP lays them out: in the memory order of dense parameters, which may be permuted."""
-    starts = itertools.accumulate((p.numel() for p in parameters), initial=buffer.storage_offset())
+    starts = itertools.accumulate((p.numel() for p in parameters), initial=int(buffer.storage_offset()))
     pairs = zip(parameters, starts, strict=False)
     return [buffer.as_strided(p.shape, _strides_of(p.shape, p.stride()), at) for p, at in pairs]
 

@@ -142,7 +142,7 @@ class Repeated:
         values = [*map(_address, tensors)]
         where = (*map(_low, values), *map(_dtype, tensors))
         start = self._starts.get(where)
-        if start is None or start.device != _device() or not values[0]:
+        if start is None or start.device != _device() or tensors[0].is_meta:
             self._by_name(tensors, numbers, where)
             return
         values += numbers
