@@ -12,7 +12,7 @@ from thinwire.tools.advise import units, verdict
 from thinwire.tools.bench import record
 from thinwire.tools.recommend import Loss
 
-STEPS = "ddp_steps_gpt124m_h200_2026-11-18.json"
+STEPS = "ddp_steps_gpt124m_h200_2026-11-19.json"
 PEERS = {"bf16": "bf16", "powersgd4": "powersgd4 + classic"}
 NAMES = {**PEERS, "int8": "int8", "lloyd4": "lloyd4", "lloyd2": "lloyd2 + moments"}
 

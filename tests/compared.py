@@ -172,10 +172,11 @@ def compute_s(parallel: str, world: int) -> float:
     """Plain torch's step on one host; of FSDP2 with four ranks, DDP's growth from two to four is assumed."""
 
     def plain(name: str) -> float:
-        rows = read(f"{name}_steps_gpt124m_h200_2026-11-18_1host_{2 if name == 'fsdp' else world}ranks").rows
+        ranks = "18_1host_4ranks" if name == "ddp" and world == 4 else "19_1host_2ranks"
+        rows = read(f"{name}_steps_gpt124m_h200_2026-11-{ranks}").rows
         return 1e-3 * next(column(row, "ms_p50") for row in rows if row["codec"] == "none")
 
     if parallel == DDP:
         return plain("ddp")
-    two = read("ddp_steps_gpt124m_h200_2026-11-18_1host_2ranks").rows[0]
+    two = read("ddp_steps_gpt124m_h200_2026-11-19_1host_2ranks").rows[0]
     return plain("fsdp") * plain("ddp") / (1e-3 * column(two, "ms_p50"))

@@ -28,7 +28,7 @@ def test_what_is_shipped_is_what_the_records_say() -> None:
 
 def test_sentences_have_the_figures_of_records() -> None:
     front, readme = ((figures.ROOT / page).read_text() for page in ("docs/index.md", "README.md"))
-    int8 = {row["codec"]: row for row in figures.recorded("ddp_steps_gpt124m_h200_2026-11-18.json").rows}["int8"]
+    int8 = {row["codec"]: row for row in figures.recorded("ddp_steps_gpt124m_h200_2026-11-19.json").rows}["int8"]
     over = [f"{int8[column]:.1f}" for column in ("speedup_plain", "speedup_bf16")]
     assert re.findall(r"([\d.]+) times as\s+fast", front) == over
     known = verdict.shipped().losses["ddp"]

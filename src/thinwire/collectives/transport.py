@@ -4,8 +4,8 @@
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
-On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog and flight recorder
-see them; what has no launches of its own goes in grouped messages.
+On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog
+sees them; what has no launches of its own goes in grouped messages.
 
 [Note: Checksums] On gloo, THINWIRE_CHECKSUM=1 and THINWIRE_DEBUG=1 send a CRC-32 of every piece after a message: a
 bit that flips on the way is an error that names the sender.
