@@ -201,7 +201,7 @@ class Ledger:
             parts = {piece.name: part for piece, part in split if piece.name is not None}
             known = [name for name in parts if name in self._held]
             if known:
-                torch._foreach_copy_([parts[name] for name in known], [self._held[name] for name in known])
+                torch._foreach_copy_([parts[n] for n in known], [self._held[n].view_as(parts[n]) for n in known])
             self._held |= parts
             self._lanes[key] = memory, parts
             self._drop_empty()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Codec(ABC):
         """Check the fields whose type says what they may be, and the seed."""
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            words = get_args(field.type)
+            words = get_args(field.type) if get_origin(field.type) is Literal else ()
             if words and value not in words:
                 raise CodecError(f"{field.name} must be {' or '.join(map(repr, words))}, got {value!r}")
             if field.type is bool and not isinstance(value, bool):

@@ -150,7 +150,7 @@ class Repeated:
         args = known.copy()
         for place, value in zip(self._places, values, strict=True):
             args[place] = value
-        if getattr(self._hooks.launch_enter_hook, "calls", True):
+        if getattr(self._hooks.launch_enter_hook, "calls", 1) or getattr(self._hooks.launch_exit_hook, "calls", 1):
             kernel[grid](*args, stream=_stream(device))
         else:
             kernel.run(*grid, _stream(device), kernel.function, kernel.packed_metadata, None, None, None, *args)
@@ -164,8 +164,8 @@ class Repeated:
             self._places = [prepared.places[name] for name in self._names]
             # Addresses in place of tensors: Triton would ask the driver about every pointer at every launch.
             args = [value.data_ptr() if isinstance(value, Tensor) else value for value in prepared.args]
-            self._starts[where] = _Start(found, prepared.grid, args, prepared.device.index)
             self._hooks = importlib.import_module("triton").knobs.runtime
+            self._starts[where] = _Start(found, prepared.grid, args, prepared.device.index)
 
 
 _low = (15).__and__
