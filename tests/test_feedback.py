@@ -129,6 +129,14 @@ def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
     assert not model, "parameters were forgotten"
 
 
+def test_a_ledger_refuses_a_memory_of_another_size() -> None:
+    """One number would fill any parameter."""
+    ledger = Ledger()
+    ledger.load({"p": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="invalid for input of size 1"):
+        ledger.lane([Piece("p", 8)], torch.device("cpu"))
+
+
 def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
     ledger, both = Ledger(), [Piece("p", 2), Piece("q", 2)]
     ledger.lane(both, CPU).copy_(torch.ones(4))
