@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import clock, data
-from benchmarks.command import MOST, Codecs, start
+from benchmarks.command import MOST, Codecs, start, words
 from thinwire import kernels
 from thinwire.codecs import Codec, Lloyd, codec
 from thinwire.tools.bench.record import Progress, Record, Row, collect
@@ -118,7 +118,7 @@ def command(
     The gradient is that of a small network on scikit-learn's digits and has its own length.
     """
     chosen = flags.codecs(codecs, CODECS)
-    names = flags.words(distributions, data.DISTRIBUTIONS, "--distributions") or list(data.DISTRIBUTIONS)
+    names = words(distributions, data.DISTRIBUTIONS, "--distributions") or list(data.DISTRIBUTIONS)
     deliver(partial(run, chosen, names, numel or (QUICK_NUMEL if quick else NUMEL)), json)
 
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from benchmarks.command import start
 from thinwire.errors import CodecError
 from thinwire.tools.bench import collectives
-from thinwire.tools.bench.collectives import TimedCodec
+from thinwire.tools.bench.collectives import CollectiveCase, TimedCodec
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Effort
 from thinwire.tools.cli import flags, screen
-from thinwire.tools.cli.bench import VERBS, Rounds, Worlds, deliver
+from thinwire.tools.cli.bench import Rounds, Worlds, deliver
 from thinwire.tools.cli.flags import Json, Quick, Words, option
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.local.launch import RankSetup
@@ -105,9 +105,9 @@ def nccl_version() -> str:
     return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def entries(names: Sequence[str], verb: str) -> list[TimedCodec]:
+def entries(names: Sequence[str]) -> list[TimedCodec]:
     """Each codec in both algorithms of a sum."""
-    return list(dict.fromkeys(one for world in (2, 4) for one in collectives.entries(names, verb, world)))
+    return list(dict.fromkeys(one for world in (2, 4) for one in collectives.entries(names, world)))
 
 
 def run(
@@ -115,7 +115,6 @@ def run(
     hosts: Sequence[int],
     *,
     numels: Sequence[int] | None = None,
-    verbs: Sequence[str] = ("all_reduce",),
     codecs: Sequence[str] = CODECS,
     rounds: int | None = None,
     quick: bool = False,
@@ -124,8 +123,8 @@ def run(
     """A record of kind "collectives"."""
     sizes = numels or (QUICK_NUMELS if quick else NUMELS)
     cases = [
-        collectives.case_of(setup, verb, numel, entries(codecs, verb))
-        for setup, verb, numel in product(nccl_ranks(worlds, hosts), verbs, sizes)
+        CollectiveCase(setup, numel, tuple(entries(codecs)))
+        for setup, numel in product(nccl_ranks(worlds, hosts), sizes)
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
     asked = [entry.algorithm for case in cases for entry in case.entries]
@@ -141,22 +140,20 @@ def command(
     world: Worlds = None,
     hosts: Annotated[Words, option("Hosts that NCCL takes the ranks for; default 1.", "N,M")] = None,
     numel: Annotated[Words, option("Floats; default 1000 to 64 million.", "N,M")] = None,
-    verbs: Annotated[Words, option(VERBS)] = None,
     codecs: Annotated[Words, option(f"Codecs, auto, plain; default {','.join(CODECS)}.")] = None,
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
 ) -> None:
-    """Collectives with codecs beside torch's own in fp32 and bf16 on NCCL; by default 2 and 4 ranks."""
+    """Sums with codecs beside torch's own in fp32 and bf16 on NCCL; by default 2 and 4 ranks."""
     names = flags.specs(codecs) or CODECS
     with screen.usage_errors("--codecs", CodecError):
-        entries(names, "all_reduce")
+        entries(names)
     run_it = partial(
         run,
         flags.counts(world, "--world", 2, links.MOST_HOSTS) or collectives.WORLDS,
         flags.counts(hosts, "--hosts") or [1],
         numels=flags.counts(numel, "--numel"),
-        verbs=flags.words(verbs, collectives.VERBS, "--verbs") or ("all_reduce",),
         codecs=names,
         rounds=rounds,
         quick=quick,

@@ -1,6 +1,6 @@
 """What the commands of the studies share: python -m benchmarks.NAME --help."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
 import torch
@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks import delay, kinds as _tables  # noqa: F401, the tables of studies
 from thinwire.tools import report
 from thinwire.tools.bench.record import Record
-from thinwire.tools.cli import screen
+from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device, Words, option
 from thinwire.tools.local.link import BenchError, ShapedLink
 
@@ -40,6 +40,15 @@ def shaped(link: str | None) -> ShapedLink | None:
     """The link that --link names, if any; it may have a delay."""
     with screen.usage_errors("--link", BenchError):
         return None if link is None else delay.parse(link)
+
+
+def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
+    """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
+    found = flags.pieces(given)
+    for word in found:
+        if word not in allowed:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
+    return found or None
 
 
 def check_device(device: Device | None) -> None:

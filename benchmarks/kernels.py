@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from benchmarks import clock
 from benchmarks.clock import KernelEffort as Effort
-from benchmarks.command import Codecs, check_device, show_with_notes, start
+from benchmarks.command import Codecs, check_device, show_with_notes, start, words
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import transport
@@ -535,10 +535,10 @@ def command(
         device.value,
         codecs=flags.codecs(codecs, ()),
         numels=flags.counts(numel, "--numel") or (),
-        ops=flags.words(ops, ASKED, "--ops") or (),
-        dtypes=flags.words(dtypes, DTYPES, "--dtypes") or (),
+        ops=words(ops, ASKED, "--ops") or (),
+        dtypes=words(dtypes, DTYPES, "--dtypes") or (),
         threads=flags.counts(threads, "--threads") or (),
-        parts=flags.words(parts, PARTS, "--parts") or (),
+        parts=words(parts, PARTS, "--parts") or (),
         quick=quick,
     )
     deliver(study, json, show=show_with_notes)

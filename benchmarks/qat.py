@@ -32,7 +32,7 @@ from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAv
 from torch.nn import functional
 
 from benchmarks import clock, data, qat_speed
-from benchmarks.command import MOST, check_device, show_with_notes, start
+from benchmarks.command import MOST, check_device, show_with_notes, start, words
 from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import Start
@@ -408,8 +408,8 @@ def command(
     the fewest bits only, unless asked for.
     """
     check_device(device)
-    pieces = flags.words(parts, PARTS, "--parts")
-    chosen = flags.words(methods, METHODS, "--methods")
+    pieces = words(parts, PARTS, "--parts")
+    chosen = words(methods, METHODS, "--methods")
     widths = flags.counts(bits, "--bits", 2, 8)
     if pieces == ["speed"]:
         flags.refuse("is of the part train, which --parts leaves out", methods=methods, bits=bits, seeds=seeds)

@@ -123,12 +123,10 @@ def command(
 # Predictions.
 
 RANKS = (2, 64, 4096)
-MEMORY = 80e9  # bytes
 RATES = ("1gbit", "25gbit", "100gbit", "400gbit")
 JOBS = {
     "DDP, 1.3 B": TrainingJob(1_300_000_000, 1.2, bucket_bytes=100 << 20),
     "FSDP2, 7 B": TrainingJob(7_000_000_000, 2.0, parallel=model.FSDP2),
-    "HSDP, 7 B": TrainingJob(7_000_000_000, 2.0, parallel=model.HSDP),
     "DiLoCo, 7 B, every 30": TrainingJob(7_000_000_000, 2.0, parallel=model.DILOCO),
 }
 
@@ -146,8 +144,6 @@ def scheme_of(job: TrainingJob, cluster: Cluster) -> Scheme:
     int8, bf16 = codec("int8"), codec("bf16")
     if job.parallel == model.DDP:
         return Scheme("hierarchical", int8, bf16) if cluster.has_levels else Scheme(model.usual(cluster.world), int8)
-    if job.parallel == model.HSDP:
-        return Scheme("sharded", int8, bf16)
     return Scheme("sharded", int8, None, int8) if job.parallel == model.FSDP2 else Scheme("two_phase", codec("lloyd4"))
 
 
@@ -155,21 +151,19 @@ def predicted() -> str:
     """A Markdown table."""
     gpu = clusters.recorded("cuda")
     rates = [rate.removesuffix("gbit") for rate in RATES]
-    head = ["job", "ranks", f"{rates[0]} Gbit/s", *rates[1:], "sent", "memory", "messages", "host", "source"]
+    head = ["job", "ranks", f"{rates[0]} Gbit/s", *rates[1:], "sent", "messages", "host", "source"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for name, job in JOBS.items():
         for ranks in RANKS:
-            where = placed(ranks, RATES[0])
-            needs = model.state_bytes(job, where)
-            if needs > MEMORY or (job.parallel == model.HSDP and not where.has_levels):
-                continue
+            if job.parallel == model.DILOCO and not placed(ranks, RATES[0]).has_levels:
+                continue  # a GPU holds no more than a shard of it
             steps = []
             for rate in RATES:
                 where = placed(ranks, rate)
                 both = [model.predict(job, one, where, gpu) for one in (PLAIN, scheme_of(job, where))]
                 steps.append(" → ".join(units.duration(one.step_s) for one in both))
             last = both[1]
-            cells = [units.nbytes(last.bytes), units.nbytes(needs), f"{last.messages:,}", units.duration(last.host_s)]
+            cells = [units.nbytes(last.bytes), f"{last.messages:,}", units.duration(last.host_s)]
             cells.append("predicted")
             lines.append(f"| {name} | {ranks:,} | {' | '.join([*steps, *cells])} |")
     return "\n".join(lines)

@@ -132,7 +132,7 @@ def _scheme(name: str, weights: str, job: TrainingJob, world: int) -> Scheme | N
         return BF16
     if name.startswith(("powersgd", "auto")) or "@" in weights:
         return None
-    algorithm = "sharded" if job.sharded else model.usual(world)
+    algorithm = "sharded" if job.parallel == FSDP2 else model.usual(world)
     return Scheme(algorithm, codec(name), None, Identity() if weights == "none" else codec(weights))
 
 

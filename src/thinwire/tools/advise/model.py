@@ -1,4 +1,4 @@
-"""The cost model: what a scheme makes of a training step, and what a rank needs memory for.
+"""The cost model: what a scheme makes of a training step.
 
 Gradients travel in pieces: DDP's buckets, or the modules that FSDP2 shards. Of one piece,
 
@@ -28,7 +28,7 @@ from thinwire.integrations.choice import feedback_of
 from thinwire.tools.advise.cluster import Cluster, Machine
 from thinwire.tools.recommend import BF16_HOOK
 
-DDP, FSDP2, HSDP, DILOCO = "ddp", "fsdp2", "hsdp", "diloco"
+DDP, FSDP2, DILOCO = "ddp", "fsdp2", "diloco"
 CODECS = ("bf16", "int8", "lloyd4", "trellis3", "trellis2", "lloyd2", "lloyd1")
 FAMILIES = {"adam": "adaptive", "sgd": "linear", "muon": "muon"}  # of optimizers, as compress_ddp calls them
 WIDE = 8  # bits of weights; with fewer, rounding them at every step costs accuracy
@@ -54,7 +54,7 @@ class TrainingJob:
     dtype: torch.dtype = torch.float32  # of the gradients
     bucket_bytes: int = BUCKET_BYTES  # more => fewer messages, less overlap
     overlap: float | None = None  # share of step_s that communication may hide behind; None: by the pieces
-    optimizer: str = "adam"  # one of FAMILIES: decides its memory, and the feedback of few bits
+    optimizer: str = "adam"  # one of FAMILIES: decides the feedback of few bits
     parallel: str = DDP
     trained: int = 0  # parameters that learn; 0: all
     gathered: torch.dtype = torch.bfloat16  # FSDP2's weights
@@ -66,23 +66,19 @@ class TrainingJob:
         return self.trained or self.params
 
     @property
-    def sharded(self) -> bool:
-        return self.parallel in (FSDP2, HSDP)
-
-    @property
     def layers(self) -> int:
         return max(1, round(math.cbrt(self.params / LAYER)))
 
     @property
     def pieces(self) -> int:
-        if self.sharded:
+        if self.parallel == FSDP2:
             return min(self.params, self.units or self.layers)
         return min(self.learns, -(-self.learns * self.dtype.itemsize // self.bucket_bytes))
 
     def hidden_s(self, machine: Machine) -> float:
         """The passes after the first piece is ready; none where they keep the only core busy."""
         spare = 1.0 if machine.device == "cuda" else min(1.0, machine.cores - 1)
-        share = (PASSES if self.sharded else BACKWARD) * (1 - 1 / self.pieces) * spare
+        share = (PASSES if self.parallel == FSDP2 else BACKWARD) * (1 - 1 / self.pieces) * spare
         return (share if self.overlap is None else self.overlap) * self.step_s
 
 
@@ -114,7 +110,7 @@ class Scheme:
 
     def feedback(self, job: TrainingJob) -> str:
         """What compress_ddp and DiLoCo add to few bits: feedback, or Adam's units. FSDP2 and levels have none."""
-        if job.sharded or self.inside is not None:
+        if job.parallel == FSDP2 or self.inside is not None:
             return "none"
         outer = job.parallel == DILOCO
         family = "linear" if outer else FAMILIES[job.optimizer]
@@ -128,12 +124,11 @@ class Scheme:
         if job.parallel == DILOCO:
             group = ', group=mesh.get_group("site")' if cluster.per_node > 1 else ""
             return f"thinwire.DiLoCo(model, optimizer, every={job.every}, codec={given}{group})"
-        if job.sharded:
+        if job.parallel == FSDP2:
             if self.algorithm == "ring":
                 return "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))"
-            within = f', inside="{self.inside}"' if self.inside is not None else ""
             weights = "" if isinstance(self.weights, Identity) else f', weights="{self.weights}"'
-            return f"thinwire.compress_fsdp(model, gradients={given}{weights}{within})"
+            return f"thinwire.compress_fsdp(model, gradients={given}{weights})"
         if self.algorithm == "ring":
             return BF16_HOOK
         if self.inside is not None:
@@ -166,8 +161,6 @@ def candidates(job: TrainingJob, cluster: Cluster, codecs: Sequence[Codec]) -> l
     if job.parallel == FSDP2:
         kept = [codec for codec in real if isinstance(codec, BlockInt) and codec.bits >= WIDE]
         return [PLAIN, *narrow, *(Scheme("sharded", c, None, w) for c in real for w in (NOTHING, *kept))]
-    if job.parallel == HSDP:
-        return [PLAIN, *narrow, *(Scheme("sharded", codec, Cast("bf16")) for codec in real)]
     flat = [Scheme(usual(cluster.world), codec) for codec in real]
     inner = [Cast("bf16"), BlockInt(8)] if cluster.has_levels else []
     levels = [Scheme("hierarchical", c, i) for i in inner for c in used if bits_of(c) <= bits_of(i)]
@@ -194,7 +187,7 @@ class Portion:
 
 def piece(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Portion:
     """Of `numel` elements; FSDP2's frozen ones are gathered and not summed."""
-    if job.sharded:
+    if job.parallel == FSDP2:
         return _sharded(numel, scheme, cluster, machine, job)
     if scheme.algorithm == "ring":
         return _ring(numel, scheme.codec, cluster, machine, job.dtype)
@@ -212,29 +205,22 @@ def piece(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: T
 def _sharded(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, job: TrainingJob) -> Portion:
     """Weights are gathered before either pass, and gradients go to the ranks that own them."""
     learns = -(-numel * job.learns // job.params)
-    where = cluster.node if job.parallel == HSDP else cluster
-    weights, gradients = scheme.weights, scheme.inside or scheme.codec
+    weights, gradients, world = scheme.weights, scheme.codec, cluster.world
     narrow = isinstance(scheme.codec, Cast) and scheme.algorithm == "ring"
     if isinstance(weights, Identity):
-        gathered = _passed(numel * (2 if narrow else job.gathered.itemsize), where)
+        gathered = _passed(numel * (2 if narrow else job.gathered.itemsize), cluster)
     else:
-        speed, part = machine.speed(weights), -(-numel // where.world)
+        speed, part = machine.speed(weights), -(-numel // world)
         kernels = part * speed.encode + numel * speed.decode
-        gathered = Portion(kernels, 1 + where.world, 1) + _gather(where, weights.wire_bytes(part))
+        gathered = Portion(kernels, 1 + world, 1) + _gather(cluster, weights.wire_bytes(part))
     if scheme.algorithm == "ring":
         twice = 2 if cluster.transport == "gloo" else 1  # gloo sums everywhere, and drops what is not a rank's own
-        scattered = _passed(twice * learns * (2 if narrow else job.dtype.itemsize), where)
+        scattered = _passed(twice * learns * (2 if narrow else job.dtype.itemsize), cluster)
     else:
-        speed, part = machine.speed(gradients), -(-learns // where.world)
-        kernels = learns * speed.encode + part * (speed.decode + speed.wire * (where.world - 1))
-        scattered = Portion(kernels, 1 + where.world, 1) + _exchange(where, gradients.wire_bytes(part))
-    found = gathered + gathered + scattered
-    if job.parallel == HSDP:
-        shard = -(-learns // cluster.per_node)
-        if scheme.algorithm == "ring":
-            return found + _ring(shard, scheme.codec, cluster.rail, machine, job.dtype)
-        found += _flat(shard, scheme.codec, usual(cluster.nodes), cluster.rail, machine)
-    return found
+        speed, part = machine.speed(gradients), -(-learns // world)
+        kernels = learns * speed.encode + part * (speed.decode + speed.wire * (world - 1))
+        scattered = Portion(kernels, 1 + world, 1) + _exchange(cluster, gradients.wire_bytes(part))
+    return gathered + gathered + scattered
 
 
 def _passed(nbytes: float, cluster: Cluster) -> Portion:
@@ -337,7 +323,7 @@ def predict(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine
     if job.parallel == DILOCO:
         return _rounds(job, scheme, cluster, machine)
     count = job.pieces
-    numel = -(-(job.params if job.sharded else job.learns) // count)
+    numel = -(-(job.params if job.parallel == FSDP2 else job.learns) // count)
     one = piece(numel, scheme, cluster, machine, job)
     each = times(one, numel, cluster, machine)
     whole = (count - 1) * each.busy_s + each.alone_s
@@ -377,18 +363,3 @@ def _rounds(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine
         host_s=inner.host_s + one.sums * machine.sum_s / job.every,
         messages=inner.messages + math.ceil(one.messages / job.every),
     )
-
-
-def state_bytes(job: TrainingJob, cluster: Cluster) -> float:
-    """What a rank holds beside activations: weights (frozen ones in bf16), gradients and the optimizer's state.
-
-    Under DDP its buckets, under FSDP2 two gathered modules and their gradients, for DiLoCo the outer copies.
-    """
-    optimizer = 8 if job.optimizer == "adam" else 4
-    learns, frozen = job.learns, job.params - job.learns
-    if job.parallel == DDP:
-        return (12 + optimizer) * learns + 2 * frozen
-    ranks = cluster.world if job.parallel == FSDP2 else cluster.per_node
-    whole = 0.0 if ranks == 1 else 2 * (job.gathered.itemsize * job.params + 4 * learns) / job.layers
-    outer = 16 if job.parallel == DILOCO else 0
-    return ((8 + optimizer + outer) * learns + 2 * frozen) / ranks + whole

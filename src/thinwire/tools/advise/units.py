@@ -13,7 +13,6 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60
 RATES = "a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"
 TIMES = "a time such as 1.2s, 350ms or 20us"
 COUNTS = "a count such as 7e9, 125M or 7B"
-SIZES = "a size such as 25MB or 512MiB"
 SHARES = "a share such as 0.5 or 50%"
 
 
@@ -45,14 +44,6 @@ def count(text: str) -> int:
     if value.denominator != 1:
         raise AdviceError(f"expected a whole number, {COUNTS}, got {text!r}")
     return int(value)
-
-
-def size(text: str) -> int:
-    """Bytes, at least one."""
-    found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?i?)B", text.strip())
-    if found is None:
-        raise AdviceError(f"expected {SIZES}, got {text!r}")
-    return round(_within(float(found[1]) * _BYTES[found[2].lower()], 1, 1e18, text, f"{SIZES}, from 1B to 1e9GB"))
 
 
 def share(text: str) -> float:

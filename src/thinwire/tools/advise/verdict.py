@@ -22,7 +22,6 @@ from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.recommend import GAIN, Loss, Recommendation, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
-ACTIVATIONS = 0.25  # of a rank's memory, where they are not given
 FEW = 0.1  # a trainable share below this gets a hint
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Losses = Mapping[str, Loss]  # by name of the scheme
@@ -92,7 +91,6 @@ def column(row: Row, name: str, least: float = 1e-18) -> float:
 class Verdict:
     ranked: Mapping[Way, Prediction]  # the fastest first
     choice: Recommendation
-    state_bytes: float  # of a rank, without activations
     lines: tuple[str, ...]  # the answers, why, and notes
 
 
@@ -103,37 +101,27 @@ def judge(
     *,
     codecs: Sequence[Codec] = tuple(map(codec, model.CODECS)),
     losses: Losses | None = None,
-    buckets: Sequence[int] = BUCKETS,
-    memory: float | None = None,
-    activations: float | None = None,
 ) -> Verdict:
     """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
     `losses` are those of a run of one's own, which count before the committed ones.
     """
-    found = [_with_best_buckets(job, one, cluster, machine, buckets) for one in model.candidates(job, cluster, codecs)]
-    where = "fsdp2" if job.sharded else job.parallel
-    measured = {**shipped().losses.get(f"{where} muon" if job.optimizer == "muon" else where, {}), **(losses or {})}
+    found = [_with_best_buckets(job, one, cluster, machine) for one in model.candidates(job, cluster, codecs)]
+    where = f"{job.parallel} muon" if job.optimizer == "muon" else job.parallel
+    measured = {**shipped().losses.get(where, {}), **(losses or {})}
     ordered = [found[0], *sorted(found[1:], key=lambda one: one.scheme.exactness)]
     by_way = {_way(one, job, cluster, measured): one for one in ordered}
     choice = recommend.choose(list(by_way))
-    needs = model.state_bytes(job, cluster)
-    lines = _too_large(job, cluster, needs, memory, activations)
-    if not lines:
-        lines = [
-            *answers(job, choice),
-            *_why(job, cluster, choice, by_way),
-            *_notes(job, cluster, choice, by_way, losses),
-        ]
+    more = _why(job, cluster, choice, by_way), _notes(job, cluster, choice, by_way, losses)
     ranked = dict(sorted(by_way.items(), key=lambda pair: pair[1].step_s))
-    return Verdict(ranked, choice, needs, tuple(lines))
+    return Verdict(ranked, choice, (*answers(job, choice), *more[0], *more[1]))
 
 
 def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Losses) -> Way:
     scheme = prediction.scheme
     kind = "rounds" if job.parallel == model.DILOCO else scheme.kind
     low, high = shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
-    weights = str(scheme.weights) if job.sharded else None
+    weights = str(scheme.weights) if job.parallel == model.FSDP2 else None
     known = recommend.name(str(scheme.codec), scheme.feedback(job), weights)
     if job.parallel == model.DILOCO:
         known += f" every {job.every}"
@@ -143,37 +131,15 @@ def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, losses: Los
     return Way(shown, code, prediction.step_s, low, high, losses.get(known), exact)
 
 
-def _with_best_buckets(
-    job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
-) -> Prediction:
+def _with_best_buckets(job: TrainingJob, scheme: Scheme, cluster: Cluster, machine: Machine) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.learns * job.dtype.itemsize
-    sizes = sorted(buckets)[: sum(size < whole for size in buckets) + 1]
+    sizes = BUCKETS[: sum(size < whole for size in BUCKETS) + 1]
     if job.parallel != model.DDP:
-        sizes = [job.bucket_bytes]
+        sizes = (job.bucket_bytes,)
     tried = [model.predict(replace(job, bucket_bytes=size), scheme, cluster, machine) for size in sizes]
     fastest = min(prediction.step_s for prediction in tried)
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
-
-
-def _too_large(
-    job: TrainingJob, cluster: Cluster, needs: float, memory: float | None, activations: float | None
-) -> list[str]:
-    """Why the job does not fit, and what would; [] where it fits."""
-    if memory is None:
-        return []
-    kept = ACTIVATIONS * memory if activations is None else activations
-    if needs + kept <= memory:
-        return []
-    assumed = " (assumed: --activations says otherwise)" if activations is None else ""
-    size, left, have = map(units.nbytes, (needs, kept, memory))
-    lines = [f"Does not fit: a rank needs {size} of weights, gradients and optimizer state and {left} of activations"]
-    lines[0] += f"{assumed}, and has {have}."
-    for other in (model.HSDP, model.FSDP2):
-        less = model.state_bytes(replace(job, parallel=other), cluster)
-        if other != job.parallel and less + kept <= memory and (other == model.FSDP2 or cluster.has_levels):
-            return [*lines, f"Try --parallel {other}: {units.nbytes(less)}, and activations."]
-    return [*lines, "Use more ranks, fewer trainable parameters (--trainable) or offloading."]
 
 
 def answers(job: TrainingJob, choice: Recommendation) -> Iterator[str]:
@@ -235,7 +201,7 @@ def _notes(
         sent = units.nbytes(by_way[choice.plain].bytes)
         yield f"Note: {100 * job.learns / job.params:.2g} % of the weights learn, so a rank sends {sent} per step."
     if job.parallel == model.FSDP2 and cluster.has_levels and choice.compress:
-        yield "Note: with shards inside a node (--parallel hsdp) far less travels between nodes."
+        yield "Note: with shards inside a node (HSDP) far less travels between nodes."
     if job.parallel == model.DILOCO:
         yield "Note: DiLoCo itself trains differently from DDP; losses are against DiLoCo without compression."
     if job.optimizer == "sgd" and choice.compress and not own:

@@ -21,8 +21,6 @@ from thinwire.tools.cli.flags import Device
 from thinwire.tools.local import torchrun
 from thinwire.tools.report import TextGrid, counted
 
-LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
-MEMORY = 80e9  # bytes of a GPU
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
 LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL."
@@ -31,18 +29,11 @@ CODECS = f"Codecs to compare; default {','.join(model.CODECS)}."
 INTRA = "A rank's link to others of its node: 400GB/s; 12GB/s without NVLink."
 SITES = "Ranks per node, for DiLoCo per site; default 1."
 LOSSES = "A record of `thinwire rehearse`, whose losses count before the committed ones."
-Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "hsdp", "diloco"])
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco"])
 Optimizer = StrEnum("Optimizer", ["adam", "sgd", "muon"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 Whole = int | None
 Number = float | None
-
-
-def _bucket_size(text: str) -> int:
-    found = units.size(text)
-    if found < LEAST_BUCKET:
-        raise AdviceError(f"expected at least 1MiB, got {text!r}")
-    return found
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
@@ -63,18 +54,12 @@ def command(
     step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
     parallel: Annotated[Parallel, typer.Option(help="How ranks share the work.")] = Parallel.ddp,
     trainable: Annotated[Whole, _option(units.count, "N", "Parameters that learn (LoRA): 21M; default all.")] = None,
-    memory: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default 80GB, on the CPU no limit.")] = None,
-    activations: Annotated[Number, _option(units.size, "SIZE", "Of a rank; default a quarter of --memory.")] = None,
     every: Annotated[Whole, typer.Option(min=1, metavar="N", help="DiLoCo: steps between rounds; default 30.")] = None,
     latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
     device: Annotated[Device, typer.Option(help=DEVICE)] = Device.cuda,
-    cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose losses count; feedback below 8 bits, memory.")] = (
-        Optimizer.adam
-    ),
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose losses count; feedback below 8 bits.")] = Optimizer.adam,
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
-    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb; default the best.")] = None,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
     losses: Annotated[str | None, typer.Option(metavar="FILE", help=LOSSES)] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every scheme in a table, too.")] = False,
@@ -105,18 +90,14 @@ def command(
     if trainable is not None and trainable > params:
         raise typer.BadParameter(f"expected at most --params, got {trainable}", param_hint="--trainable")
     flags.refuse("goes with --parallel diloco", every=None if parallel is Parallel.diloco else every)
-    flags.refuse("goes with --parallel ddp", bucket=None if parallel is Parallel.ddp else bucket)
     flags.refuse("holds no losses of DiLoCo", losses=losses if parallel is Parallel.diloco else None)
     own = clusters.recorded(device)
-    cluster, own = _described(world, node, inter, intra, latency, own, cores)
-    if parallel is Parallel.hsdp and not cluster.has_levels:
-        raise typer.BadParameter("hsdp needs several nodes of several ranks", param_hint="--parallel")
-    on_gpu = device is Device.cuda
+    cluster, own = _described(world, node, inter, intra, latency, own)
     job = TrainingJob(
-        *(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, optimizer.value),
+        *(params, step, model.DTYPES[dtype], model.BUCKET_BYTES, overlap, optimizer.value),
         parallel=parallel.value,
         trained=trainable or 0,
-        gathered=model.DTYPES["bfloat16" if on_gpu else "float32"],
+        gathered=model.DTYPES["bfloat16" if device is Device.cuda else "float32"],
         every=every or model.EVERY,
     )
     with screen.usage_errors("--losses", RecordError):
@@ -125,9 +106,6 @@ def command(
         *(job, cluster, own),
         codecs=flags.codecs(codecs, model.CODECS),
         losses=found,
-        buckets=(bucket,) if bucket else verdict.BUCKETS,
-        memory=memory or (MEMORY if on_gpu else None),
-        activations=activations,
     )
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
@@ -135,14 +113,14 @@ def command(
     rates = [f"{units.bits(inter)} between nodes"] if inter else []
     rates += [f"{units.nbytes(intra)}/s inside"] if intra else []
     console = screen.console()
-    console.print(_conditions(job, cluster, own, judged, rates))
+    console.print(_conditions(job, cluster, own, rates))
     console.print("\n".join(judged.lines))
     if show_all:
         report.show_grid(_grid(judged, job), console)
 
 
 def _described(
-    ranks: int, node: int, inter: Number, intra: Number, latency: Number, own: Machine, cores: int | None
+    ranks: int, node: int, inter: Number, intra: Number, latency: Number, own: Machine
 ) -> tuple[Cluster, Machine]:
     """What the flags say of the links, and what the machine is for each rank."""
     if node > ranks or ranks % node:
@@ -150,21 +128,18 @@ def _described(
     for flag, rate, needed in (("--inter", inter, ranks > node), ("--intra", intra, node > 1)):
         if rate is not None and not needed:
             raise typer.BadParameter("no other rank uses that link: leave it out", param_hint=flag)
-    if cores is not None and own.device == Device.cuda:
-        raise typer.BadParameter("goes with --device cpu", param_hint="--cores")
     transport = torchrun.BACKENDS[own.device]
     between = LATENCY_S[transport] if latency is None else latency
     across = None if inter is None else LinkModel.of_rate(inter, between, transport)
     inside = None if intra is None else LinkModel.of_rate(intra, INSIDE_LATENCY_S[transport], transport, inside=True)
-    return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
+    return Cluster(ranks, node, across, inside, transport), own.shared(node, node)
 
 
-def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict, links: list[str]) -> str:
+def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, links: list[str]) -> str:
     learns = "" if job.learns == job.params else f", of which {units.amount(job.learns)} learn"
     ranks = f"{counted(cluster.nodes, 'node')} of {counted(cluster.per_node, 'rank')}"
-    state = f"{units.nbytes(found.state_bytes)} per rank without activations"
     step = f"{units.duration(job.step_s)} of compute"
-    parts = [f"{counted(units.amount(job.params), 'parameter')}{learns}, {job.parallel}, {ranks}", *links, step, state]
+    parts = [f"{counted(units.amount(job.params), 'parameter')}{learns}, {job.parallel}, {ranks}", *links, step]
     return f"{'; '.join(parts)}. Kernels: {own.source}."
 
 
@@ -196,7 +171,6 @@ def _answer(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) ->
         "job": {**vars(job), "hidden_s": job.hidden_s(own)},
         "cluster": asdict(cluster),
         "machine": {"device": own.device, "source": own.source, "cores": own.cores},
-        "state_bytes": found.state_bytes,
         "schemes": schemes,
         "advice": {"compress": choice.compress, **advice, "lines": found.lines},
     }

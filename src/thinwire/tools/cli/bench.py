@@ -27,7 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18."
-VERBS = f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."
 CALL_CODECS = f"Codecs, auto, plain; default {','.join(collectives_bench.CODECS)}."
 STEP_CODECS = "Codecs, auto; with fsdp2 also pairs; default {}, with fsdp2 {}.".format(
     *map(",".join, step_bench.CODECS.values())
@@ -60,18 +59,17 @@ def link_command(
     deliver(partial(exchange.run, setups, sizes), json, setups[0].place)
 
 
-@app.command("collectives", short_help="Collectives with codecs beside torch's own.")
+@app.command("collectives", short_help="Sums with codecs beside torch's own.")
 def collectives_command(
     world: Worlds = None,
     link: LinkRate = None,
     numel: Annotated[Words, option(FLOATS, "N,M")] = None,
-    verbs: Annotated[Words, option(VERBS)] = None,
     codecs: Annotated[Words, option(CALL_CODECS)] = None,
     rounds: Rounds = None,
     json: Json = None,
     quick: Quick = False,
 ) -> None:
-    """Collectives with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
+    """Sums with codecs beside torch's own in fp32 and bf16, interleaved in one run; by default 2 and 4 ranks.
 
     Times are medians of the slowest rank; host ms is the time until a call returns. auto is int8 where it is predicted
     to pay; plain is thinwire's uncompressed path. Ranks are those of torchrun, or started here, as in bench step.
@@ -84,13 +82,12 @@ def collectives_command(
     """
     names = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
-        collectives_bench.entries(names or (), "all_reduce", 2)
+        collectives_bench.entries(names or (), 2)
     setups = setups_of(world, link, collectives_bench.WORLDS)
     run = partial(
         collectives_bench.run,
         setups,
         numels=flags.counts(numel, "--numel"),
-        verbs=flags.words(verbs, collectives_bench.VERBS, "--verbs") or ("all_reduce",),
         codecs=names,
         rounds=rounds,
         quick=quick,

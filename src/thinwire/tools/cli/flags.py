@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,12 +86,3 @@ def shaped(link: str | None) -> ShapedLink | None:
     """The link that --link names, if any."""
     with usage_errors("--link", BenchError):
         return None if link is None else links.parse(link)
-
-
-def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
-    """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
-    found = pieces(given)
-    for word in found:
-        if word not in allowed:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
-    return found or None

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from thinwire.errors import CodecError
 from thinwire.integrations.choice import options
-from thinwire.tools import pairs, rehearsal, report
+from thinwire.tools import rehearsal, report
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.bench import deliver
@@ -25,7 +25,6 @@ def command(
     codecs: Annotated[Words, option("As for compress_ddp; default int8,lloyd4. none and null are added.")] = None,
     world: Annotated[int, count("Ranks to play.", least=2)] = 8,
     seeds: Annotated[int, count("Runs of each codec; an interval needs 2, 3 are better.")] = 3,
-    page: Annotated[str | None, option("Write the verdicts and a table there, as Markdown.", "FILE")] = None,
     json: Json = None,
 ) -> None:
     """Run your training script with each codec and seed, in one process each, and compare its losses by pairs.
@@ -38,29 +37,20 @@ def command(
     \b
     Example:
       thinwire rehearse train.py --codecs int8,lloyd4,lloyd2 --world 8 --seeds 3
-      thinwire rehearse train.py --json rehearsal.json --page rehearsal.md -- --epochs 1
+      thinwire rehearse train.py --json rehearsal.json -- --epochs 1
     """
     if not Path(script).is_file():
         raise typer.BadParameter(f"{script} is not a file: name a Python script", param_hint="SCRIPT")
-    flags.writable(page, "--page")
-    if page and json == "-":
-        raise typer.BadParameter("standard output has the record alone: name a file", param_hint="--json")
     named = flags.specs(codecs) or list(CODECS)
     with screen.usage_errors("--codecs", CodecError):
         for name in named:
             if name not in (rehearsal.NONE, rehearsal.NULL) and options.parse(name) == options.Auto():
                 raise CodecError("'auto' times codecs on a link, and a rehearsal has none: name codecs")
     plan = rehearsal.Plan(script, arguments or [], named, world, seeds)
-    deliver(partial(rehearsal.run, plan), json, show=partial(_show, page))
+    deliver(partial(rehearsal.run, plan), json, show=_show)
 
 
-def _show(page: str | None, record: Record, console: Console) -> None:
-    if page and record.rows:
-        rows = record.rows
-        head = f"# Rehearsal of {rows[0]['size']}: {rows[0]['world']} ranks, {rows[0]['seeds']} seeds"
-        verdicts = "\n".join(f"- {row['verdict']}" for row in rows if row["arm"] != rehearsal.NONE)
-        note = f"Differences inside ± {pairs.MARGIN} nats count as none."
-        Path(page).write_text("\n\n".join([head, verdicts, note, report.markdown(record)]) + "\n", encoding="utf-8")
+def _show(record: Record, console: Console) -> None:
     report.show(record, console)
     for row in record.rows:
         if row["arm"] != rehearsal.NONE:
