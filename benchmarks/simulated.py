@@ -176,7 +176,7 @@ class ReplicaAverager:
                     carry.compensate((0, x.numel()), x, message)
                 wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=self.device)
                 codec.encode(message, wire, step=step)
-                watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
+                watch((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
 
     def _new_lanes(self) -> list[Lane]:
         specs = [self.chooser.spec(name, size) for name, size in self.sizes.items()]

@@ -281,7 +281,6 @@ def nodes(group: Group, per_node: int) -> tuple[tuple[int, ...], Stats]:
 
 def refusals(group: Group) -> list[str]:
     """What errors say."""
-    hooked = Way(strategy={"ddp_comm_hook": thinwire.ddp_hook, "ddp_comm_state": thinwire.DDPState()})
     calls: list[Callable[[], object]] = [
         lambda: Compress("int9"),
         lambda: Compress(weights="int9"),
@@ -289,7 +288,6 @@ def refusals(group: Group) -> list[str]:
         lambda: Compress(mesh="hosts"),  # type: ignore[arg-type]
         lambda: run(group, Way(), Compress(weights="int8")),
         lambda: run(group, Way(module={"sharded": True}), Compress(algorithm="two_phase")),
-        lambda: run(group, hooked, Compress()),
         lambda: run(group, Way(module={"sharded": True, "forgets": True}), Compress()),
     ]
     return [message_of(call) for call in calls]

@@ -316,24 +316,6 @@ def test_misuse_is_refused_by_name(group: Group) -> None:
     assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}
 
 
-@on_ranks(2)
-def test_a_hook_that_accelerate_ignores_is_told(group: Group) -> None:
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    from thinwire.integrations.accelerate import compress
-
-    with launched(group):
-        ours = DistributedDataParallelKwargs(comm_hook=thinwire.ddp_hook)  # type: ignore[arg-type]
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[ours])
-        model = accelerator.prepare(Net())
-        assert not model._comm_hooks, "Accelerate registers other hooks now: say so in docs/howto/huggingface.md"
-        with pytest.warns(UserWarning, match="comm_hook=ddp_hook") as told:
-            handle = compress(accelerator, model)
-        accelerator.backward(model(torch.randn(4, 20)).sum())
-        assert told[0].filename == __file__
-        assert handle.stats().bytes_sent > 0
-
-
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)

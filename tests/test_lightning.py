@@ -225,7 +225,6 @@ REFUSED = (
     "mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got 'hosts'",
     "weights= requires ModelParallelStrategy, with fully_shard called in configure_model(); got DDPStrategy",
     "algorithm= requires strategy='ddp'; got ModelParallelStrategy",
-    "Lightning registers hooks on CUDA only, and would ignore it on cpu",
     "got ModelParallelStrategy with Net: use strategy='ddp', or ModelParallelStrategy, with fully_shard",
 )
 

@@ -24,7 +24,7 @@ from thinwire.integrations.choice import Agreed, Chooser, Policy, auto, options
 from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
 from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
 from thinwire.integrations.models import ParameterNames, ParameterSize as Size
-from thinwire.integrations.stats import ErrorWatch, Stats, StepErrors, Tally
+from thinwire.integrations.stats import Stats, StepErrors, Tally
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -696,23 +696,25 @@ def test_times_of_buckets_add_up() -> None:
 
 def test_a_watch_sums_squares_by_parameter() -> None:
     pieces = [Piece("a", 3), Piece(None, 2), Piece("b", 5), Piece("nothing", 0), Piece("c", 1)]
-    watch = ErrorWatch(pieces, CPU)
+    errors = StepErrors()
+    watch = errors.watch(pieces, CPU)
     message, decoded = torch.randn(11, generator=seeded(1)), torch.randn(11, generator=seeded(2))
     for begin_, end in ((0, 4), (4, 7), (7, 11)):  # spans that cut parameters
-        watch.lost((begin_, end), message[begin_:end], decoded[begin_:end])
-    squares = (message.double() - decoded.double()).square().split([piece.numel for piece in pieces])
-    sent = message.double().square().split([piece.numel for piece in pieces])
-    assert torch.allclose(watch.lost_P, torch.stack([part.sum() for part in squares]), rtol=1e-12)
-    assert torch.allclose(watch.sent_P, torch.stack([part.sum() for part in sent]), rtol=1e-12)
+        watch((begin_, end), message[begin_:end], decoded[begin_:end])
+    squares = (message.double() - decoded.double()).square()
+    parts = zip(pieces, squares.split([piece.numel for piece in pieces]), strict=True)
+    want = {piece.name: float(part.sum()) for piece, part in parts if piece.name}
+    assert errors.by_name() == pytest.approx(want, rel=1e-12)
+    assert errors.end_step() == pytest.approx(
+        float((squares.sum() / message.double().square().sum()).sqrt()), rel=1e-12
+    )
 
 
-def measured(errors: StepErrors, *lanes: tuple[Codec, Tensor]) -> list[ErrorWatch]:
-    """The watches of a step that sent these."""
-    watches = [errors.watch([Piece(f"p{i}", x.numel())], CPU) for i, (_, x) in enumerate(lanes)]
-    for watch, (codec, x) in zip(watches, lanes, strict=True):
-        wire = cases.wire_of(codec, x)
-        watch.lost((0, x.numel()), x, cases.decoded(codec, wire, x.numel()))
-    return watches
+def measured(errors: StepErrors, *lanes: tuple[Codec, Tensor]) -> None:
+    """A step that sends these."""
+    for i, (codec, x) in enumerate(lanes):
+        watch = errors.watch([Piece(f"p{i}", x.numel())], CPU)
+        watch((0, x.numel()), x, cases.decoded(codec, cases.wire_of(codec, x), x.numel()))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -744,5 +746,6 @@ def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
 @over("dtype", [torch.bfloat16, torch.float32])
 def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     """The squares of 1e-30 are zero in fp32."""
-    (watch,) = measured(StepErrors(), (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * 1e-30).to(dtype)))
-    assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)
+    errors = StepErrors()
+    measured(errors, (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * 1e-30).to(dtype)))
+    assert errors.end_step() == pytest.approx(math.sqrt(0.0095), rel=0.1)

@@ -204,7 +204,7 @@ class RehearsedSum:
         loaded = []
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
-            watch = ranks.errors.watch(lane.pieces, bucket.device).lost if ranks.chooser.measuring else None
+            watch = ranks.errors.watch(lane.pieces, bucket.device) if ranks.chooser.measuring else None
             on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives.groups import resolve
 from thinwire.collectives.torch_verbs import agree
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.checkpoint import broadcast_state, device_of
+from thinwire.integrations.checkpoint import device_of
 from thinwire.integrations.choice.options import (
     BY_MODEL,
     CodecChoice,
@@ -39,7 +39,7 @@ if find_spec("accelerate") is None:
     raise MissingPackageError(
         "thinwire.integrations.accelerate needs accelerate, not installed here: pip install 'thinwire[accelerate]'"
     )
-from accelerate import Accelerator, DDPCommunicationHookType
+from accelerate import Accelerator
 
 Handle = DDPState | FSDPState
 _PLUGIN = (
@@ -82,7 +82,6 @@ def compress_prepared(
     check_options(codec, options)
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(isinstance(module, DistributedDataParallel) for module in modules):
-        _check_hook(accelerator)
         check_kind(options, sharded=False, found="a model in DDP", wanted=_PLUGIN)
         return compress_ddp(model, codec, **options)
     if any(isinstance(module, FSDPModule) for module in modules):
@@ -106,23 +105,6 @@ def compress_prepared(
     return SingleProcess(None, codec, model=model, **rest)
 
 
-def _check_hook(accelerator: Accelerator) -> None:
-    """Raise an error if Accelerate has a hook of its own; warn of a hook that it ignores."""
-    handler = accelerator.ddp_handler
-    hook = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
-    if not isinstance(hook, DDPCommunicationHookType):
-        warnings.warn(
-            f"Accelerate ignores DistributedDataParallelKwargs(comm_hook={getattr(hook, '__name__', repr(hook))}): it "
-            "knows only the names of DDPCommunicationHookType. Leave it out: compress() registers thinwire's hook",
-            stacklevel=4,
-        )
-    elif hook != DDPCommunicationHookType.NO:
-        raise CollectiveError(
-            f"Accelerate has registered DistributedDataParallelKwargs(comm_hook={hook}), and DDP takes one hook: leave "
-            "comm_hook out"
-        )
-
-
 class SingleProcess(DDPState):
     """The handle of a single process: nothing is sent or remembered."""
 
@@ -144,6 +126,8 @@ def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
         has_one = float(bool(state))
         (all_have_one,) = agree("load_state_dict", (world,), device_of(world), [has_one], dist.ReduceOp.MIN)
         if not all_have_one:
-            state = broadcast_state(state, world)
+            sent = [state]
+            dist.broadcast_object_list(sent, 0, world, device_of(world))
+            state = sent[0]
     if state:
         handle.load_state_dict(state)

@@ -9,7 +9,6 @@ parameters are frozen than before, the bits cannot be the same, and the rest tra
 
 import contextlib
 import functools
-import io
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from thinwire import feedback, schema
 from thinwire.codecs.checks import is_int
-from thinwire.collectives import broadcast, torch_verbs
+from thinwire.collectives import torch_verbs
 from thinwire.collectives.groups import on_nccl
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError
@@ -103,21 +102,6 @@ def gather_measured(
     lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
     found = gather_parts({**local, _ERRORS: lost}, group)
     return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
-
-
-def broadcast_state(state: Mapping[str, Any], group: dist.ProcessGroup) -> State:
-    """The state of the group's first rank, on all ranks."""
-    device = device_of(group)
-    file = io.BytesIO()
-    if group.rank() == 0:
-        torch.save(dict(state), file)
-    (nbytes,) = torch_verbs.agree("load_state_dict", (group,), device, [float(file.tell())], dist.ReduceOp.MAX)
-    saved = torch.empty(int(nbytes), dtype=torch.uint8, device=device)
-    if group.rank() == 0:
-        saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
-    broadcast(saved, group=group, group_src=0, algorithm="plain")
-    found: State = torch.load(io.BytesIO(saved.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-    return found
 
 
 def write(path: Path, state: State) -> None:

@@ -128,7 +128,6 @@ class Compress(Callback):
     def _compress(self, trainer: "Trainer") -> Handle | None:
         model: Any = trainer.model
         strategy = type(trainer.strategy).__name__
-        _check_hook(trainer)
         optimizers: Any = trainer.optimizers
         known = {"optimizer": optimizers} if optimizers and all(isinstance(o, Optimizer) for o in optimizers) else {}
         options: Any = {**known, **self._options}
@@ -187,15 +186,3 @@ class Compress(Callback):
             self._saved = state_dict
         else:
             self.handle.load_state_dict(state_dict)
-
-
-def _check_hook(trainer: "Trainer") -> None:
-    hook = getattr(trainer.strategy, "_ddp_comm_hook", None)
-    if hook is None:
-        return
-    device = trainer.strategy.root_device.type
-    ignored = "" if device == "cuda" else f"; Lightning registers hooks on CUDA only, and would ignore it on {device}"
-    raise CollectiveError(
-        f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress are both hooks of DDP, which takes "
-        f"one: leave ddp_comm_hook and ddp_comm_state out, and pass their options to Compress{ignored}"
-    )

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.codecs.checks import is_int
 from thinwire.errors import CollectiveError
-from thinwire.feedback import Piece
+from thinwire.feedback import Piece, Span
 
 Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
 SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they are shown
@@ -123,63 +123,52 @@ class Tally:
         self.seconds["wire_s"] += max(0.0, last - sent - work)
 
 
-class ErrorWatch:
-    """Sums, by parameter, of the squares of what was sent and lost (collectives.lane.Watch)."""
-
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        self.names = [piece.name for piece in pieces]
-        self._edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
-        self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
-        self.sent_P = torch.zeros_like(self.lost_P)
-        self.looked = False  # whether anything was seen
-
-    def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor) -> None:
-        """`message` was encoded as what decodes to `decoded`."""
-        begin, end = span
-        self.looked = True
-        for i, (low, high) in enumerate(itertools.pairwise(self._edges)):
-            part = slice(max(low, begin) - begin, min(high, end) - begin)
-            if part.start < part.stop:
-                sent = message[part].double()
-                self.sent_P[i] += sent.square().sum()
-                self.lost_P[i] += (sent - decoded[part]).square().sum()
-
-
 class StepErrors:
     """What the roundings of a measured step lost, and the relative error of the last measured step."""
 
     def __init__(self) -> None:
         self.relative: float | None = None
-        self._watches: list[ErrorWatch] = []
-        self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
+        self.load({})
 
-    def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
-        self._watches.append(ErrorWatch(pieces, device))
-        return self._watches[-1]
+    def watch(self, pieces: Sequence[Piece], device: torch.device) -> Callable[[Span, Tensor, Tensor], None]:
+        """A function that sums, by parameter, the squares of what is sent and lost (collectives.lane.Watch)."""
+        edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
+        sums_2P = torch.zeros(2, len(pieces), dtype=torch.float64, device=device)  # of what was lost, and sent
+        self._sums.append(([piece.name for piece in pieces], sums_2P))
+
+        def look(span: Span, message: Tensor, decoded: Tensor) -> None:
+            self._looked = True
+            for i, (low, high) in enumerate(itertools.pairwise(edges)):
+                part = slice(max(low, span[0]) - span[0], min(high, span[1]) - span[0])
+                if part.start < part.stop:
+                    sent = message[part].double()
+                    sums_2P[0, i] += (sent - decoded[part]).square().sum()
+                    sums_2P[1, i] += sent.square().sum()
+
+        return look
 
     def by_name(self) -> dict[str, float]:
         """Squared errors by parameter, for the next step's decisions; empty if this step was not measured."""
         summed = dict(self._loaded)
-        for watch in self._watches:
-            for name, lost in zip(watch.names, watch.lost_P.tolist(), strict=True):
+        for names, sums_2P in self._sums:
+            for name, lost in zip(names, sums_2P[0].tolist(), strict=True):
                 if name is not None:
                     summed[name] = summed.get(name, 0.0) + lost
         return summed
 
     def end_step(self) -> float | None:
         """The relative error of the step; None if it was not measured, or not finite, or nothing was rounded."""
-        watches = self._watches
+        looked, (lost, sent) = self._looked, [sum(float(sums[i].sum()) for _, sums in self._sums) for i in (0, 1)]
         self.load({})
-        lost = sum(float(watch.lost_P.sum()) for watch in watches)
-        sent = sum(float(watch.sent_P.sum()) for watch in watches)
-        if not math.isfinite(lost + sent) or not any(watch.looked for watch in watches):
+        if not looked or not math.isfinite(lost + sent):
             return None
         self.relative = (lost / sent) ** 0.5 if sent > 0 else 0.0
         return self.relative
 
     def load(self, errors: Mapping[str, float]) -> None:
         """Forget this step, and continue with a checkpoint's errors by parameter."""
-        self._watches = []
+        self._sums: list[tuple[list[str | None], Tensor]] = []
+        self._looked = False  # whether anything was rounded
         self._loaded = dict(errors)
 
 

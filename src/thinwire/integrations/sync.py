@@ -154,7 +154,7 @@ class GradientSync:
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.measuring:
-            watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
+            watches = [self.errors.watch(n.pieces, output.device) for n in bucket.lanes]
         pairs = zip(bucket.carries, watches, strict=True)
         hooks = [(carry, watch, self.tally.checked) for carry, watch in pairs]
         stages: list[tuple[int, float, float]] = []

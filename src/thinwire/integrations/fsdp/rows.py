@@ -191,7 +191,7 @@ class ShardSync(GradientSync):
         if not self.measuring:
             return [(carry, None, self.tally.checked) for _, carry in pairs]
         watch = self.errors.watch
-        return [(carry, watch([*n.pieces] * world, device).lost, self.tally.checked) for n, carry in pairs]
+        return [(carry, watch([*n.pieces] * world, device), self.tally.checked) for n, carry in pairs]
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
