@@ -4,7 +4,6 @@ import contextlib
 import copy
 import io
 import math
-import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import replicas
-import thinwire
 from cases import ROUND, assert_same, by_turns, digest, on_ranks, thorough
 from ranks import RankPool
 from replicas import READY, SHAPES, Given, Group, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
@@ -472,53 +470,6 @@ def test_a_resumed_run_may_freeze_other_layers(
     assert error < (0.0975 if is_int8 else 1)  # of lloyd4, in which one travels
     assert ("a" in kept) == (freeze == ["first"] and not is_int8)
     assert dropped == (group.rank() == 0 and freeze == ["second"] and not is_int8)
-
-
-# --- pickles ----------------------------------------------------------------------------------------------------------
-PICKLED: list[dict[str, Any]] = [
-    CLASSIC,
-    {"codec": "lloyd1", "feedback": "ef21"},
-    {"codec": {0: "int8", 4: thinwire.Lloyd(2)}, "feedback": "classic", "residual_dtype": torch.bfloat16},
-    {"codec": "lloyd2", "optimizer": "linear"},
-    {**CLASSIC, "policy": {"a": "int8", "d": "lloyd1"}, "exempt": ["b"]},  # which needs names
-]
-
-
-@by_turns("how, named", ["pickle", "deepcopy"], [True, False])
-@on_ranks(2)
-def test_a_pickled_state_goes_on(group: Group, how: str, named: bool) -> None:
-    """In a new DDP as in the old one, with parameters without elements, too."""
-
-    def hooked(options: Any, shapes: Any, state: Any = None) -> Any:
-        model = wrap(Given(shapes, ready=READY if shapes is SHAPES else ()), group)
-        names = {"model": model.module} if named else {}
-        state = state or thinwire.DDPState(group, **options, **names)
-        model.register_comm_hook(state, thinwire.ddp_hook)
-        return model, state
-
-    def go(model: Any, shapes: Any, steps: range) -> Tensor:
-        return flat([g for step in steps for g in backward(model, draw(group.rank(), step, shapes))])
-
-    runs: list[Any] = [(options, SHAPES) for options in (PICKLED if named else PICKLED[:-1])]
-    for options, shapes in (*runs, (CLASSIC, {"z": (0, 3), "w": (40, 50), "y": (0,)})):
-        model, state = hooked(options, shapes)
-        go(model, shapes, range(3))
-        again = pickle.loads(pickle.dumps(state)) if how == "pickle" else copy.deepcopy(state)
-        want = go(model, shapes, range(3, 6))
-        other, _ = hooked(options, shapes, again)
-        assert_same(go(other, shapes, range(3, 6)), want, str(options))
-
-
-@on_ranks(2)
-def test_a_pickled_state_of_another_model_is_refused(group: Group) -> None:
-    model = wrap(Given(), group)
-    state = thinwire.DDPState(group, **CLASSIC, model=model.module)
-    model.register_comm_hook(state, thinwire.ddp_hook)
-    backward(model, draw(group.rank()))
-    other = wrap(Given({"x": (10, 10)}), group)
-    other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
-    told = replicas.message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
-    assert "other parameters" in told
 
 
 def test_a_held_bucket_waits_for_what_no_saved_bucket_holds() -> None:

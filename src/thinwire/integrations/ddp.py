@@ -50,7 +50,7 @@ class DDPState(Handle):
 
     `process_group` is DDP's group (None: the world). `model` gives parameters their names, for rules by name and for
     checkpoints; without it they are numbered in the order in which DDP brings them. The other arguments are those of
-    `compress_ddp`. A state pickles without its group, like torch's PowerSGDState; unpickled, its group is the world.
+    `compress_ddp`. A state does not pickle: save its `state_dict()`.
     """
 
     @spelled_out
@@ -62,34 +62,27 @@ class DDPState(Handle):
         model: nn.Module | None = None,
         **options: Unpack[DDPKeywords],
     ) -> None:
-        check_known("compress_ddp", DDPKeywords, options)
-        self._begin(process_group, DDPOptions(codec, **options), ParameterNames())
-        if model is not None:
-            self.name_parameters(model)
-        elif self._names.needs_model:
-            raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
-
-    def _begin(self, process_group: dist.ProcessGroup | None, options: DDPOptions, names: ParameterNames) -> None:
         super().__init__()
+        check_known("compress_ddp", DDPKeywords, options)
+        asked = DDPOptions(codec, **options)
         self.process_group = process_group
         # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
-        self.options = replace(options, optimizer=options.family)
+        self.options = replace(asked, optimizer=asked.family)
         self.step = 0
-        self._names = names
-        self._names.needs_model = options.rules.by_name
-        self._chooser = Chooser(options, names, whole=True)
-        self._sync = GradientSync(options, self._chooser)
+        self._names = ParameterNames()
+        if model is not None:
+            asked.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
+            self._names.take(model)
+        elif asked.rules.by_name:
+            raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
+        self._chooser = Chooser(asked, self._names, whole=True)
+        self._sync = GradientSync(asked, self._chooser)
         self._restorer = Restorer(self._sync.average)
-        self._guard = NonfiniteGuard() if options.on_nonfinite == "raise" else None
+        self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
         # Those with this hook; None: not looked for.
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
-
-    def name_parameters(self, model: nn.Module) -> None:
-        """Take parameter names, for rules and checkpoints, from `model`; an unpickled state may need this again."""
-        self._chooser.policy.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
-        self._names.take(model)
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
@@ -257,28 +250,11 @@ class DDPState(Handle):
         self._restorer.restore(layout, loaded)
         self._ended = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.options.mesh is not None:
-            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and create a new one")
-        return {
-            "options": replace(self.options, optimizer=self._chooser.agreed.family),
-            "state": self.state_dict() if dist.is_initialized() else None,
-            "sizes": self._names.sizes,
-            "order": self._names.order,
-        }
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        names = ParameterNames()
-        names.sizes = dict(saved["sizes"])
-        names.awaited = saved["order"]
-        self._begin(None, saved["options"], names)
-        state = saved["state"]
-        if state is None:  # pickled before there was a group: nothing was remembered
-            return
-        rank = str(self.rank)
-        (residuals,) = state["ranks"].values()
-        (errors,) = state["errors"].values()
-        self.load_state_dict({**state, "world": self.world, "ranks": {rank: residuals}, "errors": {rank: errors}})
+    def __reduce__(self) -> Any:
+        raise CollectiveError(
+            "a DDPState does not pickle: save its state_dict(), and load it into a new one. Models can be copied and "
+            "pickled if compress_ddp registered it"
+        )
 
 
 DDPHandle = DDPState

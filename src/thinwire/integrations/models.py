@@ -44,16 +44,8 @@ class ParameterNames:
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
         self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
         self.from_model = False
-        self.needs_model = False  # because of rules by name
-        self.awaited: list[str] = []  # names in the order of a pickled state
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._order: list[str] = []  # in which DDP brought them first
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
-
-    @property
-    def order(self) -> list[str]:
-        """The names in the order in which DDP brings them, as far as it is known."""
-        return self._order or self.awaited
 
     def take(self, model: nn.Module) -> None:
         self.from_model = True
@@ -90,27 +82,10 @@ class ParameterNames:
         return found[1:]
 
     def _name(self, parameter: Tensor) -> str:
+        """DDP brings the same parameters in the same order at the first step of every run."""
         name = self.get(parameter)
         if name is None:
-            name = self._names[parameter] = self._next_name(parameter)
-        if name not in self._order:
-            self._order.append(name)
-        return name
-
-    def _next_name(self, parameter: Tensor) -> str:
-        """DDP brings the same parameters in the same order at the first step of every run."""
-        index = len(self._names)
-        if self.needs_model and not self.awaited:
-            raise CollectiveError("this state has rules by name but no names: call state.name_parameters(model)")
-        if not self.awaited:
-            return f"parameter {index}"
-        name = self.awaited[index] if index < len(self.awaited) else ""
-        size = self.sizes.get(name)  # a parameter without elements has none
-        if not name or (parameter.numel() if size is None else size.shape != parameter.shape):
-            raise CollectiveError(
-                f"this state was pickled for other parameters: {name or 'none'} comes next, got one of shape "
-                f"{tuple(parameter.shape)}: name them with state.name_parameters(model)"
-            )
+            name = self._names[parameter] = f"parameter {len(self._names)}"
         return name
 
 
