@@ -167,6 +167,7 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
         "curve": [[at, round(loss, 5)] for at, loss in tasks.curve(trainer.losses.tolist(), POINTS)],
         "step_ms": round(step_ms, 2),
         "seconds": round(time.monotonic() - began, 1),
+        "compiled": compiled,
         "text": text.digest,
     }
     del trainer
