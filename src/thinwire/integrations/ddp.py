@@ -71,8 +71,7 @@ class DDPState(Handle):
         self.step = 0
         self._names = ParameterNames()
         if model is not None:
-            asked.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
-            self._names.take(model)
+            self.name_parameters(model)
         elif asked.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
         self._chooser = Chooser(asked, self._names, whole=True)
@@ -83,6 +82,11 @@ class DDPState(Handle):
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Take parameter names, for rules and checkpoints, from `model`: what `model=` does."""
+        self.options.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
+        self._names.take(model)
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
