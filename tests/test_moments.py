@@ -139,6 +139,21 @@ def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(group: Group) -
     return kinds, old() is None, same_everywhere(group, flat(list(model.parameters())))
 
 
+@on_ranks(2, gives=["none", "none+moments"])
+def test_a_run_begins_again_without_the_moments_it_had(group: Group) -> list[str]:
+    model = wrap(network(), group, WHOLE)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    handle, kinds = thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer), []
+    begun = handle.state_dict()
+    learn(model, optimizer, group.rank(), range(3))
+    handle.load_state_dict(begun)
+    optimizer.state.clear()
+    for step in range(2):
+        learn(model, optimizer, group.rank(), range(step, step + 1))
+        kinds.append(handle.stats().feedback)
+    return kinds
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
 @on_ranks(2)
 def test_moments_that_differ_after_a_join_are_not_used(group: Group, by_hand: bool) -> None:

@@ -968,6 +968,23 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
             assert got == want
 
 
+def in_units(place: Place) -> Outputs:
+    """Means in Adam's units, by moments that are new at every step and not those of a GPU's Adam, which rounds else."""
+    found = {}
+    for algorithm, dtype in itertools.product(SUMS, FLOATS):
+        model = wrap(Given(dtypes=dtype, ready=READY), place.group, device=place.device)
+        optimizer = torch.optim.Adam(model.parameters())
+        handle = compress_ddp(model, "lloyd2", optimizer=optimizer, algorithm=algorithm)
+        for step in range(4):
+            moments = draw(7, step, dtypes=dtype, spread=10.0)
+            for parameter, moment in zip(model.parameters(), moments, strict=True):
+                optimizer.state[parameter] = {"exp_avg_sq": moment.square().to(place.device)}
+            grads = backward(model, dyadic(place.rank, step, dtype))
+            found[f"{algorithm}, {dtype}, step {step}"] = flat(grads).float()
+        assert handle.stats().feedback == "none+moments"
+    return found
+
+
 def hooked(place: Place) -> Outputs:
     """What DDP makes of gradients with every hook of torch's names; some add in 16 bits, exact on a coarse grid."""
     found = {}
@@ -1016,7 +1033,7 @@ def compiled(place: Place) -> Outputs:
     return found
 
 
-RUNS = (premultiplied, layouts, in_flight, by_callback, accumulated, hooked, compiled)
+RUNS = (premultiplied, layouts, in_flight, by_callback, accumulated, in_units, hooked, compiled)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)

@@ -149,6 +149,27 @@ def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, wo
         assert sum(counts.values()) <= MOST_OF_BUCKET
 
 
+def asked_in_units(group: Group, count: int) -> list[str]:
+    """What a bucket of so many weights in Adam's units asks of torch."""
+    shapes: Shapes = {f"w{i}": (40, 50) for i in range(count)}
+    called = mock.patch.object(torch.futures.Future, "then", side_effect=AssertionError("a GPU's callback costs much"))
+    with noting(), called:
+        model = wrap(Given(shapes), group, cap=4096)
+        optimizer = torch.optim.Adam(model.parameters())
+        thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer, measure_every=0)
+        for step in range(4):
+            with Ops() as ops:
+                backward(model, draw(0, step, shapes))
+            optimizer.step()
+    return [name for name in ops.names if "foreach" in name]
+
+
+def test_units_take_few_operations_and_no_callback(ranks: RankPool) -> None:
+    few, many = (ranks(2).run(asked_in_units, count)[0] for count in (2, 20))
+    assert few == many
+    assert len(few) == 7, few  # five for the roots, one to divide, one to multiply
+
+
 def through_a_group(group: Group) -> dict[str, int]:
     """What a sum by a rule of a group costs beside the verb that the group calls, and a message of a known kind."""
     x, peer, found = torch.ones(1000), 1 - group.rank(), {}

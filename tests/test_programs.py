@@ -20,7 +20,7 @@ from ranks import RankPool
 from replicas import Group
 from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
-from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, layouts, means, verbs
+from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, in_units, layouts, means, verbs
 from thinwire.collectives import channel, chunks, programs
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.errors import CollectiveError
@@ -90,7 +90,7 @@ def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool, world:
     check_both(ranks, world, 1, verbs, kinds)
 
 
-@pytest.mark.parametrize(("world", "run"), [(3, layouts), (2, in_flight), *thorough((3, in_flight))])
+@pytest.mark.parametrize(("world", "run"), [(3, layouts), (2, in_flight), (2, in_units), *thorough((3, in_flight))])
 def test_layouts_and_calls_under_way(ranks: RankPool, world: int, run: Callable[..., Outputs]) -> None:
     check_both(ranks, world, 1, run)
 
@@ -164,7 +164,7 @@ TRAININGS: list[tuple[Options, dict[str, Any]]] = [
     ({"codec": "lloyd2", "feedback": "none"}, {}),  # in two phases the first has another scale
     (CLASSIC, {"dtypes": BF16, "poisoned": 3}),
     (EF21, {"dtypes": BF16}),
-    ({**INT8, "policy": {"a": "lloyd4"}}, {"cap": ONE}),  # a lane in two stretches
+    ({**INT8, "policy": {"a": "lloyd4"}}, {"cap": ONE, "ready": ("c", "d", "a", "e", "b")}),  # in two stretches
     ({**CLASSIC, "policy": {"a": "int4"}}, {"cap": ONE}),
 ]
 

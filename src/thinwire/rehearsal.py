@@ -188,8 +188,7 @@ class RehearsedSum:
         self._roots = ranks.chooser.moments.roots(parameters) if parameters else []
 
     def _weighed_of(self, buffer: Tensor) -> list[Tensor]:
-        gradients = gradients_of(self.bucket.parameters, buffer)
-        return [gradients[i] for i in self._weighed]
+        return gradients_of(self.bucket.parameters, buffer, self._weighed)
 
     def turn(self, buffer: Tensor) -> None:
         """Encode the next rank's gradients, which may be overwritten."""

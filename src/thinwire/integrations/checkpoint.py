@@ -251,7 +251,7 @@ class Restorer:
         self._steps = 0
         self._held: dict[str, tuple[torch.Size, Tensor]] = {}
         self._under_way: list[Future[Tensor]] = []  # messages with gradients that were held
-        self._awaiting: list[tuple[Tensor, Future[Tensor]]] = []  # DDP's buckets that end with them
+        self._awaiting: list[tuple[Tensor, Future[Tensor], Any]] = []  # DDP's buckets that end with them
         self._sent.clear()
 
     def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
@@ -286,7 +286,7 @@ class Restorer:
         return gone
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        self._awaiting.append((output, new_future(output.device)))
+        self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
             self._held[name] = shape, view
         for names in wanted:
@@ -312,14 +312,16 @@ class Restorer:
         self._wanted = None
 
 
-def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]"]], done: "Future[list[Future[Tensor]]]") -> None:
+def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[Tensor]]]") -> None:
     """The messages with all gradients that were held are done, and so are the buckets that brought them."""
     try:
         for message in done.value():
             message.wait()  # on a GPU this stream waits for theirs
     except Exception as error:
-        for _, future in awaiting:
+        for _, future, _ in awaiting:
             future.set_exception(error)  # type: ignore[arg-type]
     else:
-        for buffer, future in awaiting:
+        for buffer, future, undo in awaiting:
+            if undo is not None:
+                undo()
             future.set_result(buffer)

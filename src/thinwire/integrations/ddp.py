@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -32,13 +32,12 @@ from thinwire.integrations.choice.options import (
     check_stepped,
     spelled_out,
 )
-from thinwire.integrations.models import Names, ParameterNames, find_ddp, live_objects, plain_name
+from thinwire.integrations.models import ParameterNames, find_ddp, live_objects, plain_name
 from thinwire.integrations.stats import Handle, Stats
 from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
-_Undo = Callable[["Future[Tensor]"], Tensor]
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
     "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
@@ -103,15 +102,17 @@ class DDPState(Handle):
                 return torch_verbs.average(buffer, group)
             parameters = bucket.parameters()
             names, shapes = self._names.of(parameters)
-            gradients = gradients_in(buffer, names, shapes)
+            weigh = None
+            if weighed := self._chooser.weighed(names):
+                views = gradients_of(parameters, buffer, weighed)
+                weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
+            gradients = gradients_in(buffer, names, shapes, weigh)
             if self._guard is not None:
                 self._guard.look(gradients.names, gradients.views)
             if group.size() == 1 or not buffer.numel():
                 future = done_future(buffer, buffer.device)
             else:
-                undo = self._weigh(parameters, names, buffer)
                 future = self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
-                future = future if undo is None else future.then(undo)
         finally:
             if bucket.is_last():
                 self._ended = True
@@ -140,26 +141,6 @@ class DDPState(Handle):
             for buffer, future in means:
                 wait_in(group, future, buffer)
             check()
-
-    def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
-        """Convert gradients to Adam's units, see [Note: Moments]. Returns a function that converts the means back."""
-        weighed = self._chooser.weighed(names)
-        if not weighed:
-            return None
-        gradients = gradients_of(parameters, buffer)
-        views = [gradients[i] for i in weighed]
-        roots = self._chooser.moments.roots([parameters[i] for i in weighed])
-        torch._foreach_div_(views, roots)
-
-        def undo(done: "Future[Tensor]") -> Tensor:
-            output = done.value()
-            torch._foreach_mul_(views, roots)
-            if output.is_cuda:  # this callback's stream reads memory that belongs to another stream
-                for root in roots:
-                    root.record_stream(torch.cuda.current_stream(output.device))
-            return output
-
-        return undo
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if self.options.mesh is not None and group is not self._sync.group:
@@ -377,11 +358,11 @@ def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
     present.state = state
 
 
-def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """The bucket's gradients as DDP lays them out: in the memory order of dense parameters, which may be permuted."""
-    starts = itertools.accumulate((p.numel() for p in parameters), initial=int(buffer.storage_offset()))
-    pairs = zip(parameters, starts, strict=False)
-    return [buffer.as_strided(p.shape, _strides_of(p.shape, p.stride()), at) for p, at in pairs]
+def gradients_of(parameters: Sequence[Tensor], buffer: Tensor, some: Sequence[int] | None = None) -> list[Tensor]:
+    """The gradients of a bucket's parameters, or of some, as DDP lays them out: dense ones in their memory order."""
+    starts = [*itertools.accumulate(map(Tensor.numel, parameters), initial=int(buffer.storage_offset()))]
+    found = [(parameters[i], starts[i]) for i in (range(len(parameters)) if some is None else some)]
+    return [buffer.as_strided(p.shape, _strides_of(p.shape, p.stride()), at) for p, at in found]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ them into it (rows.Picked). Others are copied out and back; what the lane that b
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
 from thinwire.collectives.workspaces import Workspace
 from thinwire.feedback import Piece
+from thinwire.integrations.choice.moments import Undo
 from thinwire.integrations.models import PADDING
 from thinwire.integrations.stats import Tally
 from thinwire.kernels.rows import Bad, Memory, Picked, taken
@@ -40,10 +41,8 @@ class BucketLane:
 
     def part_of(self, buffer: Tensor) -> Tensor:
         """Its numbers, as one tensor: a view or a copy."""
-        if len(self.stretches) > 1:
-            return torch.cat([buffer[begin:end] for begin, end in self.stretches])
-        ((begin, end),) = self.stretches
-        return buffer.narrow(0, begin, end - begin)
+        parts = [buffer[begin:end] for begin, end in self.stretches]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def lanes_of(
@@ -115,55 +114,50 @@ def can_pick(lanes: Sequence[BucketLane], dtype: torch.dtype) -> bool:
 
 
 class StreamedBucket:
-    """A program (collectives.programs) on a bucket's buffer: the same launches at every step.
+    """A program (collectives.programs) on a bucket's buffer: the same launches at every step."""
 
-    `sizes`: the elements of the bucket's parameters, in order.
-    """
-
-    def __init__(
-        self, message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], tally: Tally) -> None:
+        self.is_new = True  # until it has run
+        self.weigh: Callable[[], Undo] | None = None  # the next call's numbers
         self._program = message.program
-        self._lanes = lanes
-        self._carries = carries if any(carries) else ()
         self._picks = self._program.count == 1 and can_pick(lanes, message.dtype)
         self._copied = message.algorithm != "one_shot"  # a rank adds its own numbers as they are
         device = message.channel.device
-        edges = [0, *itertools.accumulate(sizes)]
-        places = [[torch.arange(edges[i], edges[i + 1]) for i in lane.members if lane.aside] for lane in lanes]
-        self._index = [torch.cat(spans).to(device) if spans else None for spans in places]  # of lanes that are aside
+        spans_L = [[torch.arange(*span) for span in lane.stretches if lane.aside] for lane in lanes]
+        indices = [torch.cat(spans).to(device) if spans else None for spans in spans_L]  # of lanes that are aside
+        self._lanes = [*zip(lanes, indices, strict=True)]
+        kept = [carry and carry.memories for carry in carries]  # programs find a place for what is left
+        self._memories = [pair and Memory(pair[0], pair[0], pair[1]) for pair in kept] if any(carries) else None
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
-        self._note = torch.empty(0, device=device)  # which chunks were not finite
+        self._note = tally.new_note(device)  # which chunks were not finite
         self._chunks = 0  # that were averaged
-        self._number = 0  # of the call that runs
-        self.is_new = True  # until it has run
-
-    def begin(self, tally: Tally) -> None:
-        """Prepare the next call; `tally` counts its chunks that are not finite."""
-        if self.is_new:
-            self._note = tally.new_note(self._note.device)
-        self._number = self._chunks % (1 << 30) + 1
-        self._chunks += self._program.count
 
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         (buffer,) = tensors
-        xs: list[Any] = [None if index is None else Picked(buffer, index) for index in self._index]
-        if self._copied:
-            xs = [x and x._replace(copy=buffer.new_empty(len(x.places))) for x in xs]
-        if self._gaps is not None:
-            self._carries[0].memories[0].index_fill_(0, self._gaps, 0)
-        if not self._picks:
-            xs = [x and taken(x) for x in xs]
-        xs = [lane.part_of(buffer) if x is None else x for lane, x in zip(self._lanes, xs, strict=True)]
-        pairs = zip(self._carries, xs, strict=False)
-        memories = [carry and Memory(carry.memories[0], x, carry.memories[1]) for carry, x in pairs]
-        self._program(space, xs, step, memories or None, Bad(self._note, self._number))
-        for lane, index, x in () if self._picks else zip(self._lanes, self._index, xs, strict=True):
+        undo = None
+        if self.weigh is not None and not space.dry_run:
+            undo, self.weigh = self.weigh(), None
+        if self._gaps is not None and self._memories is not None:
+            self._memories[0].kept.index_fill_(0, self._gaps, 0)
+        xs = [self._load(*lane, buffer) for lane in self._lanes[::-1]][::-1]  # first those that the first one bridges
+        self._program(space, xs, step, self._memories, Bad(self._note, self._chunks % (1 << 30) + 1))
+        self._chunks += self._program.count
+        for (lane, index), x in () if self._picks else zip(self._lanes, xs, strict=True):
             if index is not None:
                 buffer.index_copy_(0, index, x)
             elif len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
+        if undo is not None:
+            undo(moved=False)
+        self.is_new = False
+
+    def _load(self, lane: BucketLane, index: Tensor | None, buffer: Tensor) -> Any:
+        """A lane's numbers in the bucket: its stretch of it, a copy, or what the program picks."""
+        if index is None:
+            return lane.part_of(buffer)
+        picked = Picked(buffer, index, buffer.new_empty(len(index)) if self._copied else None)
+        return picked if self._picks else taken(picked)

@@ -22,6 +22,7 @@ from thinwire.collectives.message import Message
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.moments import Undo
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import StreamedBucket
 from thinwire.integrations.models import PADDING, Names, ParameterSize
@@ -41,6 +42,7 @@ class GradientSet:
     buffer: Tensor | None  # that holds them all, consecutively; None if they are scattered
     scattered: Sequence[Tensor] = ()
     numels: Sequence[int] | None = None  # elements of each in the buffer, if a rank has only parts of them
+    weigh: Callable[[], Undo] | None = None  # converts some of them to Adam's units
 
     @property
     def like(self) -> Tensor:
@@ -58,14 +60,14 @@ class GradientSet:
         return found
 
 
-def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> GradientSet:
+def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size], weigh: Any = None) -> GradientSet:
     """The gradients that lie in a buffer, one parameter after the other; those without elements are left out."""
     real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
     if not all(map(torch.Size.numel, shapes)):
         filled = [i for i, shape in enumerate(shapes) if shape.numel()]
         names = tuple(names[i] for i in filled)
         shapes = [shapes[i] for i in filled]
-    return GradientSet(names, shapes, real)
+    return GradientSet(names, shapes, real, weigh=weigh)
 
 
 @dataclass(frozen=True)
@@ -147,16 +149,12 @@ class GradientSync:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
             call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
-            streamed.begin(self.tally)
-            found: Any = channel.launch(streamed, (gradients.buffer,), call, result=output)
-            streamed.is_new = False
-            return found  # type: ignore[no-any-return]
+            streamed.weigh = gradients.weigh
+            return channel.launch(streamed, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
+        undo = gradients.weigh and gradients.weigh()
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
-        watches: Sequence[Any] = [None] * len(tensors)
-        if self.measuring:
-            watches = [self.errors.watch(n.pieces, output.device) for n in bucket.lanes]
-        pairs = zip(bucket.carries, watches, strict=True)
-        hooks = [(carry, watch, self.tally.checked) for carry, watch in pairs]
+        watches = [self.errors.watch(n.pieces, output.device) if self.measuring else None for n in bucket.lanes]
+        hooks = [(carry, watch, self.tally.checked) for carry, watch in zip(bucket.carries, watches, strict=True)]
         stages: list[tuple[int, float, float]] = []
         meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
         work = bucket.message.run(tensors, hooks, [output], self._step, copies, meter)
@@ -164,7 +162,10 @@ class GradientSync:
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:
             self.tally.worked(stages)
-            return done.value()[0]
+            mean = done.value()[0]
+            if undo is not None:
+                undo()
+            return mean
 
         averaged: Future[Tensor] = work.get_future().then(finish)
         return averaged
@@ -213,7 +214,7 @@ class GradientSync:
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
         streamed = None
         if message is not None and message.program is not None:
-            streamed = StreamedBucket(message, found, carries, numels)
+            streamed = StreamedBucket(message, found, carries, self.tally)
         plain_bytes = sum_bytes(sum(numels), like.dtype, world)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, streamed)
 

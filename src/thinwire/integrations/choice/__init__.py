@@ -329,7 +329,8 @@ class Chooser:
         family = str(state["optimizer"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
-        self._update(candidate=None, fastest=fastest, widths=widths)
+        self._update(candidate=None, fastest=fastest, widths=widths, shared=frozenset())
+        self.moments.forget()
         if family:  # an optimizer that this run names, or has seen, takes precedence
             moments = self.agreed.keeps_moments or bool(state.get("moments"))
             self._update(family=self.agreed.family or family, keeps_moments=moments)

@@ -29,6 +29,7 @@ FLOOR = 1e-6
 _LEAST = 1e-18  # the smallest root: all moments of a tensor may decay to zero, and gradients must stay finite
 _TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they all have
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
+Undo = Callable[..., None]
 
 
 class Moments:
@@ -87,8 +88,7 @@ class Moments:
         zero or not finite are no unit. If ranks are uneven, they compare moments at every step until none are alike.
         """
         if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
-            self.shared = frozenset()
-            self._tried = 0
+            self.forget()
         self._tried += 1
         again = self.uneven and bool(self.shared)
         if not again and (self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0):
@@ -99,12 +99,16 @@ class Moments:
         found = [self._of(parameters[name]) for name in names]
         peaks = [-1.0 if moment is None else float(moment.max()) for moment in found]
         agreed = agree([*peaks, *(-peak for peak in peaks)], dist.ReduceOp.MAX)
-        most = agreed[: len(names)]
-        least = [-value for value in agreed[len(names) :]]
-        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high < math.inf]
+        pairs = zip(agreed, agreed[len(names) :], strict=False)  # the largest, and less the smallest
+        alike = [name for name, (most, least) in zip(names, pairs, strict=True) if 0.0 < -least == most < math.inf]
         self.shared = frozenset(alike)
         if again and not alike:
             self._tried = _TRIES[-1]
+
+    def forget(self) -> None:
+        """Look anew for moments that all ranks have."""
+        self.shared = frozenset()
+        self._tried = 0
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The divisors of these parameters' gradients; all of them are shared."""
@@ -114,6 +118,22 @@ class Moments:
         torch._foreach_sqrt_(roots)
         torch._foreach_clamp_min_(roots, _LEAST)
         return list(roots)
+
+    def weigh(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Undo:
+        """Convert gradients to Adam's units; what is returned converts their means back.
+
+        It is told whether the stream may be another one now than that of the roots, which owns their memory.
+        """
+        roots = self.roots(parameters)
+        torch._foreach_div_(gradients, roots)
+
+        def undo(moved: bool = True) -> None:
+            torch._foreach_mul_(gradients, roots)
+            for root in roots if moved else ():
+                if root.is_cuda:
+                    root.record_stream(torch.cuda.current_stream(root.device))
+
+        return undo
 
     def _of(self, parameter: Tensor) -> Tensor | None:
         for known in self._optimizers:
