@@ -473,19 +473,21 @@ def test_a_resumed_run_may_freeze_other_layers(
 
 
 def test_a_held_bucket_waits_for_what_no_saved_bucket_holds() -> None:
-    sent: dict[Names, torch.futures.Future[Tensor]] = {}
+    sent: dict[Names, tuple[torch.futures.Future[Tensor], Tensor]] = {}
 
     def average(gradients: GradientSet, output: Tensor) -> "torch.futures.Future[Tensor]":
-        return sent.setdefault(gradients.names, torch.futures.Future())
+        sent[gradients.names] = torch.futures.Future(), gradients.buffer
+        return sent[gradients.names][0]
 
     restorer = Restorer(average)
     restorer.restore([("a",), ("b",)], ["a", "b"])
-    buffer = torch.zeros(6)
+    buffer = torch.arange(6.0)
     held = restorer.hold(GradientSet(("a", "b", "new"), [torch.Size([2])] * 3, buffer), buffer)
     assert held is not None
-    for name in "ab":
-        sent[(name,)].set_result(buffer)
+    assert not sent, "the step may bring more"
     restorer.end_step()
-    assert not held.done()
-    sent[("new",)].set_result(buffer)
+    for done, mean in sent.values():
+        assert not held.done()
+        done.set_result(mean.mul_(10))
     assert held.wait() is buffer
+    assert (list(sent), buffer.tolist()) == ([("a",), ("b",), ("new",)], [0.0, 10.0, 20.0, 30.0, 40.0, 50.0])

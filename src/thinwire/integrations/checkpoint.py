@@ -226,12 +226,11 @@ def read(
 
 
 class Restorer:
-    """Holds gradients to average them in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
+    """Averages gradients in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
 
     def __init__(self, average: Callable[[GradientSet, Tensor], "Future[Tensor]"]) -> None:
         self._average = average
-        self._last: list[Names] = []  # buckets of the last whole step
-        self._sent: list[Names] = []  # buckets of this step
+        self._last: list[Names] = []  # buckets of the last step
         self.restore(None)
 
     @property
@@ -250,32 +249,26 @@ class Restorer:
         self._brought_before: list[Names] | None = None
         self._steps = 0
         self._held: dict[str, tuple[torch.Size, Tensor]] = {}
-        self._under_way: list[Future[Tensor]] = []  # messages with gradients that were held
-        self._awaiting: list[tuple[Tensor, Future[Tensor], Any]] = []  # DDP's buckets that end with them
-        self._sent.clear()
+        self._awaiting: list[tuple[Tensor, Future[Tensor], Any]] = []  # DDP's buckets of what is held
 
     def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
-        """Hold a DDP bucket's gradients until the buckets they belong to are complete; None: average it as it is."""
+        """Hold a DDP bucket's gradients until the end of the step; None: average it as it is."""
         self._brought.append(gradients.names)
-        if self._wanted is not None and gradients.names not in self._wanted:
-            return self._hold(self._wanted, gradients, output)
-        self._sent.append(gradients.names)
-        return None
+        if self._wanted is None:
+            return None
+        self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
+        for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
+            self._held[name] = shape, view
+        return self._awaiting[-1][1]
 
     def end_step(self) -> set[str]:
         """End a step. Returns, once, the parameters of a loaded state that had no gradients."""
-        if self._held:
-            self._send_rest()
-        if self._awaiting:
-            end = functools.partial(_finish, self._awaiting)
-            torch.futures.collect_all(self._under_way).add_done_callback(end)
-            self._under_way, self._awaiting = [], []
         brought, self._brought = self._brought, []
-        gone = set(self._loaded or ()).difference(*brought) if brought else set()
-        if self._sent:
-            self._loaded = None if self._loaded is None else ()
-            self._last = self._sent
-            self._sent = []
+        if not brought:
+            return set()
+        self._last = brought if self._wanted is None else self._send(self._wanted, brought)
+        gone = set(self._loaded or ()).difference(*brought)
+        self._loaded = None if self._loaded is None else ()
         if self._wanted is not None:
             # Stop restoring once DDP has the restored buckets itself, or has settled on others.
             settled = set(brought) == set(self._wanted) or self._brought_before not in (None, brought)
@@ -285,34 +278,34 @@ class Restorer:
             self._steps += 1
         return gone
 
-    def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
-        for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
-            self._held[name] = shape, view
-        for names in wanted:
-            if names not in self._sent and all(name in self._held for name in names):
-                self._send(names)
-        return self._awaiting[-1][1]
-
-    def _send(self, names: Names) -> None:
-        self._sent.append(names)
-        shapes, views = zip(*(self._held.pop(name) for name in names), strict=True)
-        self._under_way.append(self._average(GradientSet(names, shapes, None, views), views[0]))
-
-    def _send_rest(self) -> None:
-        """Send in DDP's own buckets what the checkpoint's buckets do not hold, or hold incompletely."""
-        if self._loaded is None:
-            left = sorted(self._held)[:3]
-            self._held.clear()
-            self._awaiting.clear()
-            raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
-        for bucket in self._brought:
-            if names := tuple(name for name in bucket if name in self._held):
-                self._send(names)
-        self._wanted = None
+    def _send(self, wanted: Sequence[Names], brought: Sequence[Names]) -> list[Names]:
+        """Average what is held in the buckets of the checkpoint, and what these lack in DDP's own; all of them."""
+        held, self._held = self._held, {}
+        awaiting, self._awaiting = self._awaiting, []
+        sent = [names for names in wanted if held.keys() >= set(names)]
+        if left := held.keys() - {name for names in sent for name in names}:
+            if self._loaded is None:
+                some = ", ".join(sorted(left)[:3])
+                raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {some}")
+            sent += [rest for names in brought if (rest := tuple(name for name in names if name in left))]
+            self._wanted = None
+        under_way = []
+        for names in sent:
+            shapes, views = zip(*(held[name] for name in names), strict=True)
+            buffer = torch.cat(views)
+            under_way.append(
+                self._average(GradientSet(names, shapes, buffer), buffer).then(functools.partial(_put, views))
+            )
+        torch.futures.collect_all(under_way).add_done_callback(functools.partial(_finish, awaiting))
+        return sent
 
 
-def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[Tensor]]]") -> None:
+def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> None:
+    """The mean goes back to where the gradients came from."""
+    torch._foreach_copy_(views, done.value().split([view.numel() for view in views]))
+
+
+def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[None]]]") -> None:
     """The messages with all gradients that were held are done, and so are the buckets that brought them."""
     try:
         for message in done.value():

@@ -86,9 +86,9 @@ def _stretches(specs: Sequence[LaneSpec], members: Sequence[int]) -> tuple[tuple
 
 
 def load(
-    lanes: Sequence[BucketLane], views: Sequence[Tensor], buffer: Tensor | None
+    lanes: Sequence[BucketLane], views: Sequence[Tensor], buffer: Tensor
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The tensors of every lane, and the (view, numbers) to copy back at the end; `buffer` holds all views, if any."""
+    """The tensors of every lane, and the (view, numbers) to copy back at the end; `buffer` holds all views."""
     tensors: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for lane in lanes:
@@ -97,11 +97,9 @@ def load(
             numbers = torch.cat(parts)
             copies += zip(parts, numbers.split([part.numel() for part in parts]), strict=True)
             tensors.append([numbers])
-        elif buffer is None:
-            tensors.append([torch.zeros_like(views[i]) if i in lane.bridged else views[i] for i in lane.members])
         else:
             tensors.append([buffer[begin:end] for begin, end in lane.stretches])
-    if lanes[0].bridged and buffer is not None:
+    if lanes[0].bridged:
         torch._foreach_zero_([views[i] for i in lanes[0].bridged])
     return tensors, copies
 

@@ -39,21 +39,13 @@ class GradientSet:
 
     names: Names
     shapes: Sequence[torch.Size]
-    buffer: Tensor | None  # that holds them all, consecutively; None if they are scattered
-    scattered: Sequence[Tensor] = ()
+    buffer: Tensor  # that holds them all, consecutively
     numels: Sequence[int] | None = None  # elements of each in the buffer, if a rank has only parts of them
     weigh: Callable[[], Undo] | None = None  # converts some of them to Adam's units
-
-    @property
-    def like(self) -> Tensor:
-        """One of the tensors, for their dtype and device."""
-        return self.scattered[0] if self.buffer is None else self.buffer
 
     @functools.cached_property
     def views(self) -> Sequence[Tensor]:
         """Every gradient."""
-        if self.buffer is None:
-            return self.scattered
         sizes = self.numels or [shape.numel() for shape in self.shapes]
         factor = self.buffer.numel() // max(1, sum(sizes))  # 2 for complex parameters
         found: Sequence[Tensor] = self.buffer.split([factor * size for size in sizes])
@@ -136,16 +128,15 @@ class GradientSync:
         """Start to average gradients over the step's group or another, in place; the future holds `output`."""
         group = group or self.group
         assert group is not None
-        like = gradients.like
-        key = gradients.names, like.dtype, like.device, gradients.buffer is None
+        key = gradients.names, gradients.buffer.dtype, gradients.buffer.device
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = self._new_bucket(gradients, like, group)
+            bucket = self._buckets[key] = self._new_bucket(gradients, group)
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes)
-            return _plainly(gradients, output, group)
+            return _plainly(gradients.buffer, output, group)
         streamed = bucket.streamed
-        if streamed is not None and gradients.buffer is not None and not self.measuring:
+        if streamed is not None and not self.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
             call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
@@ -197,15 +188,15 @@ class GradientSync:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             announce(f"{some}{more} has no gradients in this run: what the loaded state remembers of it is dropped")
 
-    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> BucketPlan:
-        world = group.size()
+    def _new_bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> BucketPlan:
+        world, like = group.size(), gradients.buffer
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
         pairs = zip(gradients.names, sizes, strict=True)
         specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
         laid = tuple(lane.spec for lane in found)
-        key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
+        key = gradients.names, laid, like.dtype, like.device
         exact = all(isinstance(spec.codec, Identity) for spec in laid)
         if not exact and key not in self._messages:  # a codec that was used before needs no new agreement
             made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
@@ -266,18 +257,14 @@ def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
     return 2 * (world - 1) * numel * dtype.itemsize // world
 
 
-def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
+def _plainly(buffer: Tensor, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """Average uncompressed, as DDP does without a hook."""
-    views = list(gradients.views)
-    whole = torch.cat(views) if gradients.buffer is None else gradients.buffer
 
     def finish(done: "Future[Tensor]") -> Tensor:
         done.value()  # raises what went wrong
-        if gradients.buffer is None:
-            torch._foreach_copy_(views, whole.split([view.numel() for view in views]))
         return output
 
-    return torch_verbs.average(whole, group).then(finish)
+    return torch_verbs.average(buffer, group).then(finish)
 
 
 # [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass
