@@ -251,13 +251,6 @@ class Memories:
         self.means.load(means)
         self.kinds = dict(kinds)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Forget these parameters."""
-        for ledger in (self.residuals, self.means):
-            ledger.drop(names)
-        for name in names:
-            self.kinds.pop(name, None)
-
     def carry(
         self, kind: str, pieces: Sequence[Piece], world: float, device: torch.device, rows: Sequence[Piece] = ()
     ) -> Carry | None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +34,7 @@ _ERRORS = "\0errors"  # the key of errors, beside names of parameters
 State = dict[str, Any]
 Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
-Loaded = tuple[int, Layout | None, Collection[str] | None]  # the step, and the arguments of `Restorer.restore`
+Loaded = tuple[int, Layout | None]  # the step, and what `Restorer.restore` takes
 
 
 def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int | None = None) -> State:
@@ -219,8 +219,7 @@ def read(
         sync.load(head, head["step"], residuals, head["mean"], errors)
         loaded = {*errors, *remembered_of}
         names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
-        filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
-        return int(head["step"]), layout, filled if names.from_model else None
+        return int(head["step"]), layout
 
     return load
 
@@ -238,13 +237,10 @@ class Restorer:
         """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
         return self._last if self._wanted is None else self._wanted
 
-    def restore(self, layout: Layout | None, loaded: Collection[str] | None = None) -> None:
-        """Start over, with these buckets or, if there are none, with DDP's own.
-
-        loaded: the parameters that a checkpoint knows by name; None if it has their numbers only.
-        """
+    def restore(self, layout: Layout | None, *, named: bool = False) -> None:
+        """Start over, with these buckets or, if there are none, with DDP's own; `named`: by a model's own names."""
         self._wanted = None if layout is None else list(layout)
-        self._loaded = loaded
+        self._named = named
         self._brought: list[Names] = []  # DDP's own buckets of this step
         self._brought_before: list[Names] | None = None
         self._steps = 0
@@ -261,14 +257,12 @@ class Restorer:
             self._held[name] = shape, view
         return self._awaiting[-1][1]
 
-    def end_step(self) -> set[str]:
-        """End a step. Returns, once, the parameters of a loaded state that had no gradients."""
+    def end_step(self) -> None:
+        """Average what was held."""
         brought, self._brought = self._brought, []
         if not brought:
-            return set()
+            return
         self._last = brought if self._wanted is None else self._send(self._wanted, brought)
-        gone = set(self._loaded or ()).difference(*brought)
-        self._loaded = None if self._loaded is None else ()
         if self._wanted is not None:
             # Stop restoring once DDP has the restored buckets itself, or has settled on others.
             settled = set(brought) == set(self._wanted) or self._brought_before not in (None, brought)
@@ -276,7 +270,6 @@ class Restorer:
                 self.restore(None)
             self._brought_before = brought
             self._steps += 1
-        return gone
 
     def _send(self, wanted: Sequence[Names], brought: Sequence[Names]) -> list[Names]:
         """Average what is held in the buckets of the checkpoint, and what these lack in DDP's own; all of them."""
@@ -284,7 +277,7 @@ class Restorer:
         awaiting, self._awaiting = self._awaiting, []
         sent = [names for names in wanted if held.keys() >= set(names)]
         if left := held.keys() - {name for names in sent for name in names}:
-            if self._loaded is None:
+            if not self._named:
                 some = ", ".join(sorted(left)[:3])
                 raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {some}")
             sent += [rest for names in brought if (rest := tuple(name for name in names if name in left))]
@@ -300,12 +293,14 @@ class Restorer:
         return sent
 
 
-def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> None:
-    """The mean goes back to where the gradients came from."""
-    torch._foreach_copy_(views, done.value().split([view.numel() for view in views]))
+def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
+    """The mean goes back to where the gradients came from. A GPU's future waits for what it returns."""
+    mean = done.value()
+    torch._foreach_copy_(views, mean.split([view.numel() for view in views]))
+    return mean
 
 
-def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[None]]]") -> None:
+def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[Tensor]]]") -> None:
     """The messages with all gradients that were held are done, and so are the buckets that brought them."""
     try:
         for message in done.value():

@@ -117,8 +117,7 @@ class DDPState(Handle):
             if bucket.is_last():
                 self._ended = True
                 self.step += 1
-                if gone := self._restorer.end_step():
-                    self._sync.forget(gone)
+                self._restorer.end_step()
         if self._guard is not None:
             self._means.append((buffer, future))
             if bucket.is_last():
@@ -231,8 +230,8 @@ class DDPState(Handle):
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = groups.resolve(self.process_group)
-        self.step, layout, loaded = checkpoint.read(states, group, self._names, self._sync)()
-        self._restorer.restore(layout, loaded)
+        self.step, layout = checkpoint.read(states, group, self._names, self._sync)()
+        self._restorer.restore(layout, named=self._names.from_model)
         self._ended = True
 
     def __reduce__(self) -> Any:

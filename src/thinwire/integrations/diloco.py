@@ -430,7 +430,7 @@ class DiLoCo(Handle):
             for one in self._in_flight:
                 one.wait()  # it must not write into what is loaded
             schema.load_optimizer("outer_optimizer", self.outer_optimizer, state["outer_optimizer"])
-        self.rounds, *_ = load()  # from here on nothing fails
+        self.rounds, _ = load()  # from here on nothing fails
         self.steps = state["steps"]
         self.skipped = state["skipped"]
         self._in_flight = under_way

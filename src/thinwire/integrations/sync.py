@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -177,16 +177,6 @@ class GradientSync:
         self.memories.load({}, {}, {})
         self.errors.load({})
         self._buckets.clear()
-
-    def forget(self, gone: Collection[str]) -> None:
-        """Drop what is remembered of parameters whose gradients no longer come, and say so."""
-        self.memories.forget(gone)
-        for name in gone:
-            self.chooser.sizes.pop(name, None)
-        if self.group is not None and self.group.rank() == 0:
-            some = ", ".join(sorted(gone)[:3])
-            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-            announce(f"{some}{more} has no gradients in this run: what the loaded state remembers of it is dropped")
 
     def _new_bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> BucketPlan:
         world, like = group.size(), gradients.buffer
