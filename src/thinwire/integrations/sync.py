@@ -158,8 +158,7 @@ class GradientSync:
                 undo()
             return mean
 
-        averaged: Future[Tensor] = work.get_future().then(finish)
-        return averaged
+        return work.get_future().then(finish)  # type: ignore[no-any-return]
 
     def load(
         self, state: Mapping[str, Any], step: int, residuals: ByName, means: ByName, errors: Mapping[str, float]

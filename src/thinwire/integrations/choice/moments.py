@@ -114,7 +114,8 @@ class Moments:
         """The divisors of these parameters' gradients; all of them are shared."""
         moments = [moment.float() for moment in map(self._of, parameters) if moment is not None]
         assert len(moments) == len(parameters), "`look` comes before"
-        roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), FLOOR))
+        torch._foreach_mul_(floors := torch._foreach_max(moments), FLOOR)
+        roots = torch._foreach_add(moments, floors)
         torch._foreach_sqrt_(roots)
         torch._foreach_clamp_min_(roots, _LEAST)
         return list(roots)
