@@ -6,6 +6,7 @@ It is counted without a GPU: neither codecs nor messages do anything here, but n
 import contextlib
 import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -156,11 +157,15 @@ def asked_in_units(group: Group, count: int) -> list[str]:
     with noting(), called:
         model = wrap(Given(shapes), group, cap=4096)
         optimizer = torch.optim.Adam(model.parameters())
-        thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer, measure_every=0)
+        handle = thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer, measure_every=0)
         for step in range(4):
             with Ops() as ops:
                 backward(model, draw(0, step, shapes))
             optimizer.step()
+        parameter = weakref.ref(next(model.parameters()))
+        del model, optimizer
+        gc.collect()
+        assert parameter() is None or handle.closed, "kept by the bucket"
     return [name for name in ops.names if "foreach" in name]
 
 
