@@ -492,3 +492,20 @@ def test_a_held_bucket_waits_for_what_no_saved_bucket_holds() -> None:
         done.set_result(mean.mul_(10))
     assert held.wait() is buffer
     assert (list(sent), buffer.tolist()) == ([("a",), ("b",), ("new",)], [0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+
+
+def test_a_held_bucket_fails_with_its_message_and_belongs_to_the_saved_model() -> None:
+    under_way: torch.futures.Future[Tensor] = torch.futures.Future()
+    restorer = Restorer(lambda gradients, output: under_way)
+    bucket = GradientSet(("parameter 0",), [torch.Size([2])], torch.zeros(2))
+    restorer.restore([("parameter 0",)])
+    held = restorer.hold(bucket, bucket.buffer)
+    assert held is not None
+    restorer.end_step()
+    under_way.set_exception(CollectiveError("rank 1 is lost"))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="rank 1 is lost"):
+        held.wait()
+    restorer.restore([("parameter 0", "parameter 1")])
+    restorer.hold(bucket, bucket.buffer)
+    with pytest.raises(CollectiveError, match="another model: its buckets do not hold parameter 0"):
+        restorer.end_step()
