@@ -28,9 +28,7 @@ MESSAGE_S = {"cpu": 0.15e-3, "cuda": 0.0}  # on a GPU they are part of sum_s
 # collectives_loopback.json, with two and four ranks on two cores, beside kernels_cpu_aarch64.json.
 CROWD = 1.1
 TURNS = 1.4
-# How many times as long as lloyd2 (machines.json) trellis2 takes to encode, decode, add a wire, and recode:
-# kernels_trellis_aarch64.json, kernels_trellis_h200_2026-11-17.json. The same is assumed of other widths.
-TRELLIS = {"cpu": (1.6, 1.1, 1.0, 3.2), "cuda": (3.0, 1.75, 1.85, 4.3)}
+_STEMS = {BlockInt: "int", Lloyd: "lloyd", Trellis: "trellis"}  # of codecs' names, before their bits
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,10 @@ class Machine:
 
     def speed(self, codec: Codec) -> CodecSpeed:
         """Of a codec, or of the measured one of its kind with the nearest number of bits."""
-        if isinstance(codec, Trellis):
-            like_it = astuple(self.speed(Lloyd(codec.bits)))
-            return CodecSpeed(*(times * s for times, s in zip(TRELLIS[self.device], like_it, strict=True)))
-        stem = "int" if isinstance(codec, BlockInt) else "lloyd"
-        widths = {int(name.removeprefix(stem)): name for name in self.codecs if name.removeprefix(stem).isdigit()}
         like = str(codec)
-        if like not in self.codecs and isinstance(codec, BlockInt | Lloyd) and widths:
+        stem = _STEMS.get(type(codec), like)
+        widths = {int(name.removeprefix(stem)): name for name in self.codecs if name.removeprefix(stem).isdigit()}
+        if like not in self.codecs and isinstance(codec, BlockInt | Lloyd | Trellis) and widths:
             like = widths[min(widths, key=lambda bits: (abs(bits - codec.bits), -bits))]
         if like not in self.codecs and isinstance(codec, Cast):
             like = "bf16"
