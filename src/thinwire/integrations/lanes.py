@@ -69,20 +69,16 @@ def _lane(
     kept = next(i for i in members if i not in bridged)
     gaps = {i for i in members if i in bridged or names[i].startswith(PADDING)}
     pieces = tuple(Piece(None if i in gaps else names[i], specs[i].numel) for i in members)
+    edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
+    inside = set(members)
+    starts = [edges[i] for i in members if i - 1 not in inside]
+    ends = [edges[i + 1] for i in members if i + 1 not in inside]
     spec = specs[kept]._replace(numel=_numel(specs, members))
-    return BucketLane(spec, tuple(members), bridged, pieces, _stretches(specs, members), aside)
+    return BucketLane(spec, tuple(members), bridged, pieces, tuple(zip(starts, ends, strict=True)), aside)
 
 
 def _numel(specs: Sequence[LaneSpec], members: Sequence[int]) -> int:
     return sum(specs[i].numel for i in members)
-
-
-def _stretches(specs: Sequence[LaneSpec], members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
-    inside = set(members)
-    starts = [i for i in members if i - 1 not in inside]
-    ends = [i for i in members if i + 1 not in inside]
-    return tuple((edges[start], edges[end + 1]) for start, end in zip(starts, ends, strict=True))
 
 
 def load(

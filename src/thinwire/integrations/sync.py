@@ -248,12 +248,7 @@ def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
 
 def _plainly(buffer: Tensor, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """Average uncompressed, as DDP does without a hook."""
-
-    def finish(done: "Future[Tensor]") -> Tensor:
-        done.value()  # raises what went wrong
-        return output
-
-    return torch_verbs.average(buffer, group).then(finish)
+    return torch_verbs.average(buffer, group).then(lambda done: (done.value(), output)[1])  # raises what went wrong
 
 
 # [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass
