@@ -189,10 +189,9 @@ def test_a_hierarchy_sends_a_share_of_its_node_across() -> None:
 
 def test_waiting_hides_behind_the_backward_pass_and_work_does_not() -> None:
     cluster = Cluster(2, 1, LinkModel(1e9), transport="gloo")
-    own = replace(RECORDED_ON, cores=2.0)
     job = TrainingJob(100_000_000, 10.0)
-    hidden, bare = (model.predict(replace(job, overlap=share), PLAIN, cluster, own) for share in (1.0, 0.0))
-    each = model.times(model.piece(6_250_000, PLAIN, cluster, own, job), 6_250_000, cluster, own)
+    hidden, bare = (model.predict(replace(job, overlap=share), PLAIN, cluster, RECORDED_ON) for share in (1.0, 0.0))
+    each = model.times(model.piece(6_250_000, PLAIN, cluster, RECORDED_ON, job), 6_250_000, cluster, RECORDED_ON)
     assert bare.exposed_s > 0.39  # 400 MB at 1 GB/s
     assert hidden.exposed_s == pytest.approx(max(each.alone_s, 16 * each.taken_s), rel=0.05)
 

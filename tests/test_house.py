@@ -131,10 +131,10 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 LINES = {  # at most
     "kernels": 6810,
     "tools.bench": 955,
-    "tools.advise": 819,
+    "tools.advise": 816,
     "tools.report": 281,
     "tools.local": 458,
-    "tools": 4474,
+    "tools": 4471,
     "qat": 2312,
 }
 
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_243),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 31_240),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

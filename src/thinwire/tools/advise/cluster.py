@@ -118,7 +118,6 @@ class Machine:
     call_s: float = 0.0  # the host's time per kernel of gloo
     message_s: float = 0.0  # the host's time per message sent or received
     byte_s: float = 0.0  # the processor's time for one byte sent and another received
-    cores: float = 1.0  # per rank; the codec uses one of them
     sum_s: float = 0.0  # on NCCL: what one of our collectives takes of the host in a step
 
     def speed(self, codec: Codec) -> CodecSpeed:
@@ -137,14 +136,13 @@ class Machine:
 
     def shared(self, ranks: int, cores: int) -> "Machine":
         """The same where `ranks` processes share `cores` cores and their memory; a GPU is not shared."""
-        own = max(1.0, cores / ranks)
         if self.device == "cuda" or ranks == 1:
-            return replace(self, cores=own)
+            return self
         turns = max(1.0, ranks / cores)
         slower = turns * (CROWD if ranks <= cores else TURNS)
         speeds = {name: CodecSpeed(*(slower * s for s in astuple(speed))) for name, speed in self.codecs.items()}
         hosts = {name: turns * getattr(self, name) for name in ("call_s", "message_s", "byte_s")}
-        return replace(self, copy_s=slower * self.copy_s, codecs=speeds, cores=own, **hosts)
+        return replace(self, copy_s=slower * self.copy_s, codecs=speeds, **hosts)
 
 
 def recorded(device: str, architecture: str | None = None) -> Machine:

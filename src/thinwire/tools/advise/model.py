@@ -76,9 +76,8 @@ class TrainingJob:
         return min(self.learns, -(-self.learns * self.dtype.itemsize // self.bucket_bytes))
 
     def hidden_s(self, machine: Machine) -> float:
-        """The passes after the first piece is ready; none where they keep the only core busy."""
-        spare = 1.0 if machine.device == "cuda" else min(1.0, machine.cores - 1)
-        share = (PASSES if self.parallel == FSDP2 else BACKWARD) * (1 - 1 / self.pieces) * spare
+        """The passes after the first piece is ready; none on a CPU, whose only core they keep busy."""
+        share = (PASSES if self.parallel == FSDP2 else BACKWARD) * (1 - 1 / self.pieces) * (machine.device == "cuda")
         return (share if self.overlap is None else self.overlap) * self.step_s
 
 
@@ -297,7 +296,7 @@ def times(one: Portion, numel: int, cluster: Cluster, machine: Machine) -> Porti
     most = 4 if cluster.world == 2 else 8 * (cluster.world - 1)
     chunks = max(1, min(most, 32, numel // CHUNK)) if one.sums else 1
     work = one.kernels_s + chunks * (one.calls * machine.call_s + one.messages * machine.message_s)
-    taken = (work + one.sent * machine.byte_s) / machine.cores
+    taken = work + one.sent * machine.byte_s
     alone = max(wire, work) + min(wire, work) / chunks + one.hops
     busy = max(wire if one.sums else wire + one.hops / 2, work, taken)  # torch's gloo runs two sums at a time
     return PortionTimes(max(alone, taken), busy, taken)

@@ -24,7 +24,7 @@ from thinwire.tools.report import TextGrid, counted
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
 LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL."
-OVERLAP = "Of --step that may hide messages; default 0.5, FSDP2 0.75; less with few pieces, on one core per rank 0."
+OVERLAP = "Of --step that may hide messages; default 0.5, FSDP2 0.75; less with few pieces, on CPUs 0."
 CODECS = f"Codecs to compare; default {','.join(model.CODECS)}."
 INTRA = "A rank's link to others of its node: 400GB/s; 12GB/s without NVLink."
 SITES = "Ranks per node, for DiLoCo per site; default 1."
@@ -170,7 +170,7 @@ def _answer(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) ->
     return {
         "job": {**vars(job), "hidden_s": job.hidden_s(own)},
         "cluster": asdict(cluster),
-        "machine": {"device": own.device, "source": own.source, "cores": own.cores},
+        "machine": {"device": own.device, "source": own.source},
         "schemes": schemes,
         "advice": {"compress": choice.compress, **advice, "lines": found.lines},
     }
