@@ -6,6 +6,7 @@ typedef int tw_avx2_is_for_x86; /* a translation unit may not be empty */
 #define __SSSE3__ 1
 #define __SSE4_1__ 1
 #define __FMA__ 1
+#define __BMI2__ 1
 #else
 #pragma GCC target("avx2,fma,f16c,popcnt,bmi,bmi2")
 #endif
