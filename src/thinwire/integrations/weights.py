@@ -11,7 +11,7 @@ import os
 import secrets
 import struct
 import zlib
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import prod
@@ -38,6 +38,7 @@ _SENT = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16",
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in [*_SENT, "float8_e4m3fn", "float8_e5m2"]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Model = nn.Module | Mapping[str, Tensor]
 Update = bytes | bytearray | memoryview | str | os.PathLike[str] | Sequence[Any]
 
 
@@ -68,13 +69,12 @@ class Manifest(NamedTuple):
             found = [WeightBox(str(n), str(d), *(tuple(map(int, sizes)) for sizes in rest)) for n, d, *rest in pieces]
             manifest = cls(tuple(found), tuple((str(a), str(b)) for a, b in tied))
             manifest.names()
+            for piece in found:
+                boxes = zip(piece.shape, piece.start, piece.box, strict=True)
+                if piece.dtype not in DTYPES or any(not 0 <= at <= at + size <= whole for whole, at, size in boxes):
+                    raise ValueError(piece)
         except (ValueError, TypeError, KeyError) as error:
             raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
-        for piece in found:
-            boxes = zip(piece.shape, piece.start, piece.box, strict=False)
-            is_whole = piece.dtype in DTYPES and len(piece.shape) == len(piece.start) == len(piece.box)
-            if not is_whole or any(not 0 <= start <= start + size <= whole for whole, start, size in boxes):
-                raise WireError(f"the manifest of a snapshot is damaged: {piece}")
         return manifest
 
     def text(self) -> bytes:
@@ -85,16 +85,14 @@ class Manifest(NamedTuple):
 
     def segments(self) -> list[list[WeightBox]]:
         """The pieces that are encoded together: of one dtype each."""
-        closed: list[list[WeightBox]] = []
-        growing: dict[str, list[WeightBox]] = {}
-        numels: dict[str, int] = {}
+        closed, growing, numels = [], defaultdict[str, list[WeightBox]](list), Counter[str]()
         for piece in self.pieces:
-            growing.setdefault(piece.dtype, []).append(piece)
-            numels[piece.dtype] = numels.get(piece.dtype, 0) + prod(piece.box)
+            growing[piece.dtype].append(piece)
+            numels[piece.dtype] += prod(piece.box)
             if numels[piece.dtype] >= _SEGMENT_NUMEL:
                 closed.append(growing.pop(piece.dtype))
-                del numels[piece.dtype]
-        return closed + list(growing.values())
+                numels[piece.dtype] = 0
+        return [*closed, *growing.values()]
 
     def names(self) -> dict[str, list[str]]:
         """The names of the tensors that each piece is for: its own, and those tied to it."""
@@ -128,7 +126,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, Tensor],
+        model: Model,
         *,
         dtype: torch.dtype | None = None,
         names: Iterable[str] | None = None,
@@ -214,11 +212,7 @@ class WeightSubscriber:
     """
 
     def __init__(
-        self,
-        model: nn.Module | Mapping[str, Tensor],
-        *,
-        names: Iterable[str] | None = None,
-        device: torch.device | str | None = None,
+        self, model: Model, *, names: Iterable[str] | None = None, device: torch.device | str | None = None
     ) -> None:
         self.version = 0  # that was applied last; 0 before that
         self._model = model
@@ -239,7 +233,6 @@ class WeightSubscriber:
             copies = self._next([m for m in messages if m.version == number], version, copies)
             version = number
         if version != self.version or copies is not self._copies:
-            self._check(copies)
             self._write(copies)
             self.version, self._copies = version, copies
         return self.version
@@ -306,35 +299,31 @@ class WeightSubscriber:
             raise WireError("an update does not end with its last segment: it is damaged")
         return copy._replace(segments=segments)
 
-    def _check(self, copies: dict[int, _Copy]) -> None:
-        """Raise WireError unless the copies have every tensor of the model, in its shape."""
-        sent: dict[str, tuple[WeightBox, int]] = {}
-        for copy in copies.values():
-            names = copy.manifest.names()
-            for piece in copy.manifest.pieces:
-                for name in names[piece.name]:
-                    sent[name] = piece, prod(piece.box) + sent.get(name, (piece, 0))[1]
-        missing = sorted(set(self._targets) - set(sent))
-        if missing:
-            raise WireError(f"{', '.join(missing)} of the model are not published: choose others with names=")
-        for name, tensor in self._targets.items():
-            piece, numel = sent[name]
-            dtype = DTYPES[piece.dtype]
-            if piece.shape != tuple(tensor.shape) or numel != tensor.numel():
-                raise WireError(f"{name} is published with shape {piece.shape}, the model has {tuple(tensor.shape)}")
-            if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
-                raise WireError(f"{name} is published as {dtype}, the model has {tensor.dtype}")
-
     def _write(self, copies: dict[int, _Copy]) -> None:
+        """Write the copies to the model; before that raise WireError unless they have all of it, in its shapes."""
+        numels, places = Counter[str](), []
         for copy in copies.values():
             names = copy.manifest.names()
             for pieces, values in zip(copy.manifest.segments(), copy.segments, strict=True):
                 parts = () if values is None else values.split([prod(piece.box) for piece in pieces])
                 for piece, part in zip(pieces, parts, strict=False):
                     spans = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.box, strict=True))
-                    for tensor in (self._targets[name] for name in names[piece.name] if name in self._targets):
-                        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                            tensor[spans].copy_(part.view(piece.box))
+                    for name in self._targets.keys() & names[piece.name]:
+                        tensor = self._targets[name]
+                        if piece.shape != tensor.shape:
+                            have = tuple(tensor.shape)
+                            raise WireError(f"{name} is published with shape {piece.shape}, the model has {have}")
+                        are_floats = part.is_floating_point() and tensor.is_floating_point()
+                        if part.dtype != tensor.dtype and not are_floats:
+                            raise WireError(f"{name} is published as {part.dtype}, the model has {tensor.dtype}")
+                        numels[name] += part.numel()
+                        places.append((tensor, spans, part.view(piece.box)))
+        missing = sorted(name for name, tensor in self._targets.items() if numels.get(name) != tensor.numel())
+        if missing:
+            raise WireError(f"{', '.join(missing)} of the model are not published: choose others with names=")
+        for tensor, spans, part in places:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor[spans].copy_(part)
 
 
 # --- what is published ------------------------------------------------------------------------------------------------
@@ -346,7 +335,7 @@ class _Part(NamedTuple):
     is_sent: bool  # False where another rank sends the same
 
 
-def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+def _state(model: Model, names: set[str] | None) -> dict[str, Tensor]:
     """Parameters and persistent buffers, or those of `names`, by their names without wrappers."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
@@ -357,17 +346,15 @@ def _state(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> d
         raise CollectiveError(f"expected a plain, DDP or FSDP2 model, got {describe(inner)}")
     found = inner.state_dict() if isinstance(inner, nn.Module) else inner
     state = {plain_name(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    missing = sorted((names or set()) - set(state))
-    if missing:
+    if missing := sorted((names or set()) - set(state)):
         raise CollectiveError(f"the model has no {', '.join(missing)}: check names=, or subscribe anew")
     chosen = {name: value for name, value in state.items() if names is None or name in names}
-    for name, value in chosen.items():
-        if value.is_meta:
-            raise CollectiveError(f"{name} is on the meta device, without numbers: materialize the model first")
+    if meta := [name for name, value in chosen.items() if value.is_meta]:
+        raise CollectiveError(f"{meta[0]} is on the meta device, without numbers: materialize the model first")
     return chosen
 
 
-def _targets(model: nn.Module | Mapping[str, Tensor], names: set[str] | None) -> dict[str, Tensor]:
+def _targets(model: Model, names: set[str] | None) -> dict[str, Tensor]:
     """The tensors that a worker's updates are written to, as the model has them now."""
     found = _state(model, names)
     for name, tensor in found.items():
