@@ -31,7 +31,6 @@ from thinwire.kernels import FakeGradients, Grid, triton as backend
 from thinwire.kernels.rows import Bad, Feedback, Memory, Picked
 from thinwire.kernels.schema import RowJob, Rows
 from thinwire.kernels.triton import compiling, exact, row_launch, tuning
-from thinwire.wire import EXACT_CLASSES, EXACT_DIRECT, ExactTables
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LARGE = tuning.SMALL  # elements from which kernels have their usual tiles
@@ -169,10 +168,9 @@ def start_rows(case: Case) -> None:
 
 def start_others() -> None:
     """Exact differences, and fake quantization."""
-    tables = ExactTables(120, (EXACT_DIRECT,) * EXACT_CLASSES, (2,) * EXACT_CLASSES)
     for dtype in (F32, BF16, F16) if "everything" in sys.argv else ():
-        start_exact(tables, torch.empty(5000, dtype=dtype, device="meta"))
-    start_exact(tables, torch.empty(1 << 31, dtype=BF16, device="meta"))
+        start_exact(torch.empty(5000, dtype=dtype, device="meta"))
+    start_exact(torch.empty(1 << 31, dtype=BF16, device="meta"))
     shapes = [(1, 1, 4096), (5, 3, 49), (200, 5, 1)]
     grids = [Grid(-8, 7), Grid(-8, 7, paper=True), Grid(0, 15, offset=True)]
     for i, (grid, shape) in enumerate(zip(itertools.cycle(grids), (*shapes, shapes[0], shapes[2]), strict=False)):
@@ -186,17 +184,24 @@ def start_others() -> None:
         backend.fake_quantize_grad(grid, of, 1.0)
 
 
-def start_exact(tables: ExactTables, base: torch.Tensor) -> None:
+def start_exact(base: torch.Tensor) -> None:
     """Exact differences: sizes are known from the numbers alone, so each kernel is asked for by itself."""
     words, longs = (torch.empty(64, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
     short, small = words.to(torch.int16), words.to(torch.uint8)
     bits = base.view(exact.FORMATS[base.dtype].signed)
-    places = {"by_class": bits, "starts": longs}
-    exact.launch(exact.exact_encode_kernel, tables, base, 2)(new=bits, base=bits, rows=longs, lengths=longs)
-    exact.launch(exact.exact_pack_kernel, tables, base, 2)(rows=small, new=small, starts=longs, out=small)
-    exact.launch(exact.exact_ends_kernel, tables, base, 2)(base=bits, ends=short)
-    exact.launch(exact.exact_read_kernel, tables, base, 1, 1)(words=words, ends=short, bad=words, **places)
-    exact.launch(exact.exact_undo_kernel, tables, base, 2)(blocks=small, base=bits, out=bits, **places)
+    numel, places = base.numel(), {"by_class": bits, "starts": longs, "tables": longs}
+    launch, tables, kind = exact.launch, {"tables": longs}, (base.dtype, base.device)
+    launch(exact.exact_count_kernel, *kind, 2, 8)(new=bits, base=bits, counts=words, numel=numel, stride=2)
+    launch(exact.exact_choose_kernel, *kind, 2, 16)(counts=words, costs=longs, **tables)
+    launch(exact.exact_encode_kernel, *kind, 2)(
+        new=bits, base=bits, scratch=longs, rows=longs, lengths=longs, numel=numel, count=2, **tables
+    )
+    launch(exact.exact_pack_kernel, *kind, 2)(rows=small, new=small, starts=longs, out=small, numel=numel)
+    launch(exact.exact_ends_kernel, *kind, 2)(base=bits, ends=short, numel=numel, **tables)
+    launch(exact.exact_read_kernel, *kind, 1, 1)(words=words, ends=short, bad=words, numel=numel, **places)
+    launch(exact.exact_undo_kernel, *kind, 2)(
+        blocks=small, base=bits, out=bits, scratch=longs, numel=numel, count=2, **places
+    )
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

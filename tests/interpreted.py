@@ -28,7 +28,9 @@ import cases
 import ptx
 import test_exact
 from thinwire import Identity, codec as make, exact, use_backend
-from thinwire.wire import EXACT_BLOCK, EXACT_TABLES_AT
+from thinwire.kernels import exact as definition
+from thinwire.kernels.triton import exact as kernels
+from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, EXACT_TABLES_AT
 
 Results = dict[str, Tensor]
 F32 = torch.float32
@@ -271,6 +273,21 @@ def exact_differences() -> Iterator[str]:
             got, want = (test_exact.result_of(act, backend) for backend in ("triton", "cpu"))
             if not (torch.equal(got, want) if isinstance(want, Tensor) and isinstance(got, Tensor) else got == want):
                 yield f"exact differences of {pair[1].numel()} x {pair[1].dtype}: {got}, expected {want}"
+
+    for dtype in (BF16, F32):
+        base, chosen = torch.empty(0, dtype=dtype), torch.zeros(1 + 2 * EXACT_CLASSES, dtype=torch.int64)
+        for turn in range(8):  # few exponents or many, few changes or many
+            counts = torch.randint(1 << 11, (256, 33), generator=cases.seeded(turn))
+            counts *= torch.rand(256, 33, generator=cases.seeded(turn)) < 0.1 * turn
+            counts[:, 1:] //= 1 << 3 * turn % 11
+            counts[:, 1 + 8 * base.itemsize :] = 0
+            costs = definition.value_costs(8 * base.itemsize, base.device)
+            kernels.launch(kernels.exact_choose_kernel, dtype, base.device, EXACT_CLASSES, 16)(
+                counts=counts.to(torch.int32), costs=costs, tables=chosen
+            )
+            want = definition.choose(counts, 8 * base.itemsize)
+            if chosen.tolist() != [want.top, *want.gaps, *want.values]:
+                yield f"parameters {chosen.tolist()}, expected {want}"
 
 
 def bits(wire: Tensor, base: Tensor) -> Tensor:

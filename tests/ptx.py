@@ -71,6 +71,7 @@ MEANING: dict[str, Callable[..., Any]] = {
     "dp2a.hi.u32.u32": dotted(16, 2, 2),
     "dp4a.u32.u32": dotted(8, 0, 4),
     "popc.b32": np.bitwise_count,
+    "clz.b32": lambda a: 32 - np.frexp(a.astype(np.float64))[1],
     "lop3.b32": lop3,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,

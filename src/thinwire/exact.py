@@ -10,7 +10,6 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import exact as definition
 from thinwire.wire import EXACT_DTYPES, exact_head, read_exact_head
 
 __all__ = ["decode", "encode"]
@@ -20,10 +19,9 @@ def encode(new: Tensor, base: Tensor) -> Tensor:
     """The difference between two tensors of one shape, dtype (fp32, bf16 or fp16) and device, as a uint8 tensor."""
     _check(new, base)
     new, base = kernels.flat(new), kernels.flat(base)
-    backend = kernels.select(base.device)
-    tables = definition.choose(backend.exact_count(new, base), definition.FORMATS[base.dtype].bits)
-    blocks, lengths = backend.exact_encode(tables, new, base)
-    return torch.cat([exact_head(tables, base.dtype, lengths.cpu(), base.numel()).to(base.device), blocks])
+    tables, lengths, blocks = kernels.select(base.device).exact_encode(new, base)
+    head = exact_head(tables, base.dtype, lengths.itemsize, base.numel())
+    return torch.cat([head.to(base.device, non_blocking=True), lengths.view(torch.uint8), blocks])
 
 
 def decode(wire: Tensor, base: Tensor) -> Tensor:

@@ -304,14 +304,17 @@ class ExactTables:
     values: tuple[int, ...]
 
 
-def exact_head(tables: ExactTables, dtype: torch.dtype, lengths_K: Tensor, numel: int) -> Tensor:
-    """The bytes of a wire of exact differences that precede its blocks."""
-    width = 2 if numel and int(lengths_K.max()) > 0xFF else 1
+def exact_lengths(lengths_K: Tensor, longest: int | None = None) -> Tensor:
+    """The lengths of blocks as a wire has them, a byte or two each."""
+    longest = max(lengths_K.tolist(), default=0) if longest is None else longest
+    return lengths_K.to(torch.uint8 if longest <= 0xFF else torch.int16)
+
+
+def exact_head(tables: ExactTables, dtype: torch.dtype, width: int, numel: int) -> Tensor:
+    """The first bytes of a wire of exact differences; the lengths of blocks, of `width` bytes, follow, then blocks."""
     bits, variant = 8 * dtype.itemsize, EXACT_DTYPES.index(dtype)
     header = _HEADER.pack(MAGIC, VERSION, Kind.EXACT, bits, variant, width, EXACT_BLOCK, tables.top, 0, numel)
-    head = torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
-    lengths = lengths_K.to(torch.uint8) if width == 1 else lengths_K.to(torch.int16).view(torch.uint8)
-    return torch.cat([head, lengths])
+    return torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
 
 
 def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[ExactTables, Tensor, int]:
@@ -321,7 +324,8 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
     """
     if wire.numel() < EXACT_TABLES_AT:
         raise WireError(f"a wire of exact differences has {EXACT_TABLES_AT} bytes or more, got {wire.numel()}")
-    head = bytes(wire[:EXACT_TABLES_AT].tolist())
+    told = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # the lengths, too: a GPU is waited for once
+    head = told[:EXACT_TABLES_AT].numpy().tobytes()
     magic, version, kind, bits, variant, width, block, top, key, count = _HEADER.unpack(head[:HEADER_BYTES])
     expected = MAGIC, VERSION, Kind.EXACT, 8 * dtype.itemsize, EXACT_DTYPES.index(dtype), EXACT_BLOCK, 0
     if (magic, version, kind, bits, variant, block, key) != expected or width not in (1, 2):
@@ -336,8 +340,9 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
     if top > 0xFF or not gaps or max(tables.values) >= bits:
         raise WireError("the tables of a wire of exact differences are damaged")
     blocks_at = EXACT_TABLES_AT + width * -(-numel // EXACT_BLOCK)
-    lengths = wire[EXACT_TABLES_AT:blocks_at].cpu().contiguous()
-    lengths = lengths.long() if width == 1 else lengths.clone().view(torch.int16).long() & 0xFFFF
+    lengths = torch.zeros(blocks_at - EXACT_TABLES_AT, dtype=torch.uint8)
+    lengths[: len(told) - EXACT_TABLES_AT] = told[EXACT_TABLES_AT:blocks_at]  # a wire that was cut short may have fewer
+    lengths = lengths.view(torch.int16 if width == 2 else torch.uint8).long() & 0xFFFF
     plain = torch.full_like(lengths, EXACT_BLOCK * dtype.itemsize)
     plain[-1:] = (numel - EXACT_BLOCK * (len(plain) - 1)) * dtype.itemsize
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.errors import BackendError
 from thinwire.kernels import exact
 from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, TrellisTable, decoding, table_of
-from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, read_key
+from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, exact_lengths, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 7  # of native/thinwire.h
@@ -119,21 +119,17 @@ def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     _library().tw_fake_quantize_grad(job, *[None if t is None else t.data_ptr() for t in (*of, partials)], factor)
 
 
-def exact_count(new: Tensor, base: Tensor) -> Tensor:
-    """How many numbers of the counted blocks have each exponent and each length of u."""
+def exact_encode(new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor]:
+    """The tables, the length of each block, and the bytes of all blocks, one after the other."""
     counts = torch.zeros(exact.EXPONENTS, exact.LENGTHS, dtype=torch.int64)
-    pointers = new.data_ptr(), base.data_ptr(), exact.counted_stride(base.numel()), counts.data_ptr()
-    _library().tw_exact_count(_exact(ExactTables(0, (), ()), base), *pointers)
-    return counts
-
-
-def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of all blocks, one after the other, and the length of each."""
+    pointers = new.data_ptr(), base.data_ptr()
+    stride = exact.counted_stride(base.numel())
+    _library().tw_exact_count(_exact(ExactTables(0, (), ()), base), *pointers, stride, counts.data_ptr())
+    tables = exact.choose(counts, 8 * base.itemsize)
     room = torch.empty(base.nbytes, dtype=torch.uint8)
-    lengths = torch.empty(-(-base.numel() // EXACT_BLOCK), dtype=torch.int16)
-    pointers = new.data_ptr(), base.data_ptr(), room.data_ptr(), lengths.data_ptr()
-    used = _library().tw_exact_encode(_exact(tables, base), *pointers)
-    return room[:used], lengths.int() & 0xFFFF
+    lengths = torch.empty(-(-base.numel() // EXACT_BLOCK), dtype=torch.int16)  # at most 4 * EXACT_BLOCK
+    used = _library().tw_exact_encode(_exact(tables, base), *pointers, room.data_ptr(), lengths.data_ptr())
+    return tables, exact_lengths(lengths), room[:used]
 
 
 def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
@@ -145,10 +141,7 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
 def _exact(tables: ExactTables, base: Tensor) -> _Exact:
     bits, mantissa, exponents, _ = exact.FORMATS[base.dtype]
     threads = max(1, min(torch.get_num_threads(), base.numel() // _ELEMENTS_PER_THREAD))
-    job = _Exact(bits, mantissa, exponents, tables.top, threads, base.numel())
-    job.gaps[: len(tables.gaps)] = tables.gaps
-    job.values[: len(tables.values)] = tables.values
-    return job
+    return _Exact(bits, mantissa, exponents, tables.top, threads, base.numel(), tables.gaps, tables.values)
 
 
 @lru_cache(maxsize=1024)

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import topk, trellis
-from thinwire.kernels.exact import (
-    exact_count as exact_count,
-    exact_decode as exact_decode,
-    exact_encode as exact_encode,
-)
+from thinwire.kernels.exact import exact_decode as exact_decode, exact_encode as exact_encode
 from thinwire.kernels.fake_quantize import fake_quantize as fake_quantize, fake_quantize_grad as fake_quantize_grad
 from thinwire.kernels.packing import BF16_MAX, pack, put, read, tree_sum, unpack, write_header
 from thinwire.kernels.schema import (

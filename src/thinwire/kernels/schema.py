@@ -155,11 +155,8 @@ class Backend(Protocol):
         be written where there is a shift.
         """
 
-    def exact_count(self, new: Tensor, base: Tensor) -> Tensor:
-        """How many numbers of the counted blocks have each exponent and each length of u: see kernels/exact.py."""
-
-    def exact_encode(self, tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of all blocks of exact differences, one after the other, and the length of each."""
+    def exact_encode(self, new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor]:
+        """The tables of exact differences, the length of each block, and the bytes of all, one after the other."""
 
     def exact_decode(self, tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
         """out = the numbers that were encoded; False if the bytes are damaged. All `starts` lie inside `blocks`."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.kernels.exact import exact_count as exact_count
-
 if TYPE_CHECKING:
     from thinwire.kernels.triton.exact import exact_decode as exact_decode, exact_encode as exact_encode
     from thinwire.kernels.triton.fake_launch import (

@@ -6,23 +6,24 @@ listed by class, and codes are a few bits that are added to words of zeros. Read
 two codes per turn, as long for few blocks as for thousands; then differences are brought to their numbers.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from thinwire.kernels.exact import FORMATS, MOST_ZEROS
-from thinwire.kernels.triton.memory import instruction
+from thinwire.kernels import exact as definition
+from thinwire.kernels.exact import BIT, EXPONENTS, FORMATS, LENGTHS, MOST_ZEROS, RARE
+from thinwire.kernels.triton.memory import instruction, opaque
 from thinwire.kernels.triton.prepared import Prepared
-from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, EXACT_DIRECT, ExactTables
+from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, EXACT_DIRECT, EXACT_MOST_GAP, ExactTables, exact_lengths
 
-BLOCK = tl.constexpr(EXACT_BLOCK)
-WORDS = tl.constexpr(EXACT_BLOCK // 32)
-CLASSES = tl.constexpr(EXACT_CLASSES)
-DIRECT = tl.constexpr(EXACT_DIRECT)
-ESCAPE = tl.constexpr(MOST_ZEROS)
+BLOCK, WORDS, CLASSES = map(tl.constexpr, (EXACT_BLOCK, EXACT_BLOCK // 32, EXACT_CLASSES))
+DIRECT, MOST_GAP, ESCAPE = map(tl.constexpr, (EXACT_DIRECT, EXACT_MOST_GAP, MOST_ZEROS))
+ALL_EXPONENTS, ALL_LENGTHS, SOME, UNIT = map(tl.constexpr, (EXPONENTS, LENGTHS, RARE, float(BIT)))
 PART = tl.constexpr(1024)  # numbers, or bytes, at once
 SCRATCH = tl.constexpr((2 * EXACT_BLOCK // 32 + 1) * EXACT_CLASSES + EXACT_BLOCK)  # of a program
 LANES = tl.constexpr(32)  # blocks that a program reads
@@ -32,53 +33,60 @@ PROGRAMS = 528  # that share the blocks of a tensor, and the memory for their ta
 TURNS = tl.constexpr(8)  # between two looks at whether all lanes are done
 
 
-def exact_encode(tables: ExactTables, new: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of all blocks, one after the other, and the length of each."""
+def exact_encode(new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor]:
+    """The tables, the length of each block, and the bytes of all blocks, one after the other."""
     count = -(-base.numel() // EXACT_BLOCK)
-    lengths_K = torch.zeros(count, dtype=torch.int64, device=base.device)
-    rows = torch.zeros(count, EXACT_BLOCK * base.itemsize // 8 + 1, dtype=torch.int64, device=base.device)
-    if count:
-        launch(exact_encode_kernel, tables, base, count)(new=_bits(new), base=_bits(base), rows=rows, lengths=lengths_K)
-    starts = torch.nn.functional.pad(lengths_K.cumsum(0), (1, 0))
-    lengths = lengths_K.cpu()
-    out = torch.empty(int(lengths.sum()), dtype=torch.uint8, device=base.device)
-    if count:
-        launch(exact_pack_kernel, tables, base, count)(
-            rows=rows.view(torch.uint8), new=new.view(torch.uint8), starts=starts, out=out
-        )
-    return out, lengths
+    if not count:
+        return definition.exact_encode(new, base)
+    kind, room, stride = (base.dtype, base.device), base.new_zeros, definition.counted_stride(base.numel())
+    counts = room(-(-count // stride), EXPONENTS, LENGTHS, dtype=torch.int32)
+    tables, lengths_K = room(1 + 2 * EXACT_CLASSES, dtype=torch.int64), room(count, dtype=torch.int64)
+    rows = room(count, EXACT_BLOCK * base.itemsize // 8 + 1, dtype=torch.int64)
+    pair = {"new": _bits(new), "base": _bits(base), "numel": base.numel()}
+    launch(exact_count_kernel, *kind, len(counts), 8)(counts=counts, stride=stride, **pair)
+    costs, summed = definition.value_costs(8 * base.itemsize, base.device), counts.sum(0, dtype=torch.int32)
+    launch(exact_choose_kernel, *kind, EXACT_CLASSES, 16)(counts=summed, costs=costs, tables=tables)
+    scratch = torch.empty(min(count, PROGRAMS), SCRATCH.value, dtype=torch.int64, device=base.device)
+    launch(exact_encode_kernel, *kind, count)(
+        scratch=scratch, rows=rows, lengths=lengths_K, tables=tables, count=count, **pair
+    )
+    starts = pad(lengths_K.cumsum(0), (1, 0))
+    top, *both, total, longest = torch.cat([tables, starts[-1:], lengths_K.max().view(1)]).tolist()  # waits
+    out = torch.empty(total, dtype=torch.uint8, device=base.device)
+    given = {"rows": rows.view(torch.uint8), "new": new.view(torch.uint8), "starts": starts}
+    launch(exact_pack_kernel, *kind, count)(out=out, numel=base.numel(), **given)
+    found = ExactTables(top, tuple(both[:EXACT_CLASSES]), tuple(both[EXACT_CLASSES:]))
+    return found, exact_lengths(lengths_K, longest), out
 
 
 def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
     """out = the numbers that were encoded; False if the bytes are damaged."""
-    count = len(starts) - 1
+    count, kind = len(starts) - 1, (base.dtype, base.device)
     if not count:
         return True
-    words = torch.nn.functional.pad(blocks, (0, LONGEST - blocks.numel() % 4)).view(torch.int32)
+    words = pad(blocks, (0, LONGEST - blocks.numel() % 4)).view(torch.int32)
     by_class = torch.zeros(count * EXACT_BLOCK, dtype=FORMATS[base.dtype].signed, device=base.device)
     ends = torch.empty(count, EXACT_CLASSES, dtype=torch.int16, device=base.device)
     bad = torch.zeros(1, dtype=torch.int32, device=base.device)
-    places = {"by_class": by_class, "starts": starts.to(base.device)}
-    launch(exact_ends_kernel, tables, base, count)(base=_bits(base), ends=ends)
-    launch(exact_read_kernel, tables, base, -(-count // LANES.value), 1)(words=words, ends=ends, bad=bad, **places)
-    launch(exact_undo_kernel, tables, base, count)(
-        blocks=words.view(torch.uint8), base=_bits(base), out=_bits(out), **places
+    params = torch.tensor([tables.top, *tables.gaps, *tables.values]).to(base.device, non_blocking=True)
+    starts = starts.to(base.device, non_blocking=True)
+    places = {"by_class": by_class, "starts": starts, "tables": params, "numel": base.numel()}
+    scratch = torch.empty(min(count, PROGRAMS), SCRATCH.value, dtype=torch.int64, device=base.device)
+    launch(exact_ends_kernel, *kind, count)(base=_bits(base), ends=ends, tables=params, numel=base.numel())
+    launch(exact_read_kernel, *kind, -(-count // LANES.value), 1)(words=words, ends=ends, bad=bad, **places)
+    launch(exact_undo_kernel, *kind, count)(
+        blocks=words.view(torch.uint8), base=_bits(base), out=_bits(out), scratch=scratch, count=count, **places
     )
     return not bool(bad)
 
 
-def launch(kernel: Any, tables: ExactTables, base: Tensor, grid: int, warps: int = 4) -> Prepared:
-    """A kernel with all that depends on the tables and the base; fewer programs than `grid` may share its blocks."""
-    format = FORMATS[base.dtype]
-    known: dict[str, Any] = {"top": tables.top, "numel": base.numel()}
-    registers = None
+@lru_cache(maxsize=256)
+def launch(kernel: Any, dtype: torch.dtype, device: torch.device, grid: int, warps: int = 4) -> Prepared:
+    """A kernel with its constants; fewer programs than `grid` may share its blocks."""
+    constants = {"MANTISSA": FORMATS[dtype].mantissa}
     if "scratch" in kernel.arg_names:
-        known["count"], grid, (warps, registers) = grid, min(grid, PROGRAMS), SHARED
-        known["scratch"] = torch.empty(grid * SCRATCH.value, dtype=torch.int64, device=base.device)
-    if "tables" in kernel.arg_names:
-        known["tables"] = torch.tensor([*tables.gaps, *tables.values], dtype=torch.int32, device=base.device)
-    constants = {"WIDE": format.bits == 32, "MANTISSA": format.mantissa, "EXPONENTS": format.exponents}
-    return Prepared(kernel, base.device, grid, warps, known, constants, registers)
+        return Prepared(kernel, device, min(grid, PROGRAMS), SHARED[0], {}, constants, SHARED[1])
+    return Prepared(kernel, device, grid, warps, {}, constants)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -89,22 +97,22 @@ def _bits(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _ordered(bits, WIDE: tl.constexpr):
-    return bits ^ ((bits >> 31) & (0x7FFFFFFF if WIDE else 0x7FFF))
+def _ordered(bits, MANTISSA: tl.constexpr):
+    return bits ^ ((bits >> 31) & (0x7FFFFFFF if MANTISSA == 23 else 0x7FFF))
 
 
 @triton.jit
-def _difference(new, base, WIDE: tl.constexpr):
+def _difference(new, base, MANTISSA: tl.constexpr):
     """u."""
-    d = _ordered(new, WIDE) - _ordered(base, WIDE)
-    return (d << 1) ^ (d >> 31) if WIDE else ((d << 1) ^ ((d << 16) >> 31)) & 0xFFFF
+    d = _ordered(new, MANTISSA) - _ordered(base, MANTISSA)
+    return (d << 1) ^ (d >> 31) if MANTISSA == 23 else ((d << 1) ^ ((d << 16) >> 31)) & 0xFFFF
 
 
 @triton.jit
-def _undone(base, u, WIDE: tl.constexpr):
+def _undone(base, u, MANTISSA: tl.constexpr):
     """The bits of the number whose difference to the base is u."""
-    found = _ordered(base, WIDE) + (((u >> 1) & 0x7FFFFFFF) ^ -(u & 1))
-    return _ordered(found if WIDE else (found << 16) >> 16, WIDE)
+    found = _ordered(base, MANTISSA) + (((u >> 1) & 0x7FFFFFFF) ^ -(u & 1))
+    return _ordered(found if MANTISSA == 23 else (found << 16) >> 16, MANTISSA)
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
@@ -121,8 +129,13 @@ def _load(numbers, i, count):
 
 
 @triton.jit
-def _class_of(old, top, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr):
-    return tl.minimum(tl.maximum(top - ((old >> MANTISSA) & EXPONENTS), 0), CLASSES - 1)
+def _exponent(old, MANTISSA: tl.constexpr):
+    return (old >> MANTISSA) & (0x1F if MANTISSA == 10 else 0xFF)
+
+
+@triton.jit
+def _class_of(old, top, MANTISSA: tl.constexpr):
+    return tl.minimum(tl.maximum(top - _exponent(old, MANTISSA), 0), CLASSES - 1)
 
 
 @triton.jit
@@ -132,17 +145,20 @@ def _ones(x):
 
 
 @triton.jit
-def _members(base, left, top, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Of every word of 32 numbers and every class: which numbers are members. `left` numbers are there."""
+def _members(base, left, top, MANTISSA: tl.constexpr):
+    """Of every class and every word of 32 numbers: which numbers are members. `left` numbers are there."""
     i = tl.arange(0, WORDS)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    own = _class_of(_load(base, i, left), top, MANTISSA, EXPONENTS)
+    own = _class_of(_load(base, i, left), top, MANTISSA)
     planes = tl.sum(((own * 0x00204081) & 0x01010101) << (i & 7), 2)  # a bit of eight classes in each byte
-    room = tl.minimum(tl.maximum(left - tl.arange(0, WORDS)[:, None] * 32, 0), 32)
+    room = tl.minimum(tl.maximum(left - tl.arange(0, WORDS)[None, :] * 32, 0), 32)
     found = tl.where(room == 32, -1, (1 << room) - 1)
-    c = tl.arange(0, CLASSES)[None, :]
-    for k in tl.static_range(4):
-        plane = tl.sum(((planes >> (8 * k)) & 0xFF) << (tl.arange(0, 4)[None, :] * 8), 1)
-        found &= plane[:, None] ^ (((c >> k) & 1) - 1)
+    c = tl.arange(0, CLASSES)[:, None]
+    j = 8 * tl.arange(0, 4)[None, :]
+    for k in tl.static_range(0, 4, 2):  # two planes at once
+        low, high = ((planes >> (8 * k)) & 0xFF) << j, ((planes >> (8 * k + 8)) & 0xFF) << j
+        both = tl.sum(_unsigned(low) | (high.to(tl.int64) << 32), 1)[None, :]
+        found &= both.to(tl.int32) ^ (((c >> k) & 1) - 1)
+        found &= (both >> 32).to(tl.int32) ^ (((c >> (k + 1)) & 1) - 1)
     return found
 
 
@@ -156,7 +172,7 @@ def _changed(new, base, left):
 @triton.jit
 def _words_of(table):
     """Where a word and a class have their place in a table."""
-    return table + tl.arange(0, WORDS)[:, None] * CLASSES + tl.arange(0, CLASSES)[None, :]
+    return table + tl.arange(0, CLASSES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
 
 
 @triton.jit
@@ -170,46 +186,97 @@ def _before(word, i):
     return _ones(word & ((1 << (i & 31)) - 1))
 
 
+# --- the choice of parameters -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=("numel", "stride"))
+def exact_count_kernel(new, base, counts, numel, stride, MANTISSA: tl.constexpr):
+    """Every program counts the exponents and lengths of a block in a table of its own, which was zero."""
+    first = tl.program_id(0).to(tl.int64) * stride * BLOCK
+    n = tl.minimum(numel - first, BLOCK).to(tl.int32)
+    counts += tl.program_id(0) * (ALL_EXPONENTS * ALL_LENGTHS)
+    for at in range(0, BLOCK, PART):
+        i = at + tl.arange(0, PART)
+        old = _load(base + first, i, n)
+        u = _difference(_load(new + first, i, n), old, MANTISSA)
+        length = 32 - instruction("clz.b32 $0, $1;", "=r,r", (u,))
+        cell = _exponent(old, MANTISSA) * ALL_LENGTHS + length
+        tl.atomic_add(counts + cell, 1, mask=i < n, sem="relaxed")
+
+
+@triton.jit
+def exact_choose_kernel(counts, costs, tables):
+    """tables = top, the gap parameters and the value parameters, of which a program chooses a class's."""
+    c = tl.program_id(0)
+    e, size = tl.arange(0, ALL_EXPONENTS), tl.arange(0, 64)
+    counts_EL = tl.load(counts + e[:, None] * ALL_LENGTHS + size[None, :], mask=size[None, :] < ALL_LENGTHS, other=0)
+    above_E = tl.cumsum(tl.sum(counts_EL, 1), 0, reverse=True)
+    top = tl.maximum(tl.sum((above_E * SOME > tl.max(above_E, 0)).to(tl.int32), 0) - 1, 0)
+    is_member = tl.minimum(tl.maximum(top - e, 0), CLASSES - 1) == c
+    counts_L = tl.sum(tl.where(is_member[:, None], counts_EL, 0), 0)
+    members = tl.sum(counts_L, 0)
+    changed = tl.sum(tl.where(size > 0, counts_L, 0), 0)
+    direct = _cheapest(counts_L, costs)
+    change = _cheapest(counts_L, costs + ALL_LENGTHS * 32)
+    step = tl.arange(0, 16)
+    stays = tl.zeros((16,), tl.float64) + (1 - changed.to(tl.float64) / tl.maximum(members, 1).to(tl.float64))
+    for k in tl.static_range(MOST_GAP):
+        stays = tl.where(step > k, stays * stays, stays)
+    cost = changed.to(tl.float64) * (stays / tl.maximum(1 - stays, 1e-12) + 1 + step.to(tl.float64))
+    none = members.to(tl.float64) / (1 << step).to(tl.float64)
+    cost = (tl.where(changed > 0, cost, none) * UNIT).to(tl.int64)
+    gap = tl.min(tl.where(step <= MOST_GAP, (cost << 5) | step, 1 << 62), 0)
+    is_direct = (direct >> 5) < (gap >> 5) + (change >> 5)
+    tl.store(tables, top.to(tl.int64))
+    tl.store(tables + 1 + c, tl.where(is_direct, DIRECT, gap & 31))
+    tl.store(tables + 1 + CLASSES + c, tl.where(is_direct, direct, change) & 31)
+
+
+@triton.jit
+def _cheapest(counts_L, costs):
+    """The least cost of the counted lengths, and below it the parameter that has it."""
+    length, v = tl.arange(0, 64), tl.arange(0, 32)
+    costs_LV = tl.load(costs + length[:, None] * 32 + v[None, :], mask=length[:, None] < ALL_LENGTHS, other=0)
+    return tl.min((tl.sum(counts_L[:, None].to(tl.int64) * costs_LV, 0) << 5) | v, 0)
+
+
 # --- encode -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=("top", "numel", "count"))
-def exact_encode_kernel(
-    new, base, scratch, rows, lengths,
-    tables, top, numel, count,
-    WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=("numel", "count"))
+def exact_encode_kernel(new, base, scratch, rows, lengths, tables, numel, count, MANTISSA: tl.constexpr):
     """A row = the code of a block; and its length in bytes, or that of its plain numbers where they are no longer.
 
     Coded numbers are listed by class, each with its place among all numbers by class.
     """
-    SIZE: tl.constexpr = 4 if WIDE else 2
+    SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
     table = scratch + tl.program_id(0).to(tl.int64) * SCRATCH  # of words and classes: members, and coded ones
     firsts = table + WORDS * CLASSES  # the place of the first member, and 16 bits higher that of the first coded one
     about = firsts + WORDS * CLASSES  # of classes: start, zeros before it, gap and value parameters, 16 bits each
     listed = about + CLASSES  # differences, places 32 bits higher, and classes another 16
     c = tl.arange(0, CLASSES)
-    g_C, v_C = tl.load(tables + c), tl.load(tables + CLASSES + c)
+    top = tl.load(tables).to(tl.int32)
+    g_C, v_C = tl.load(tables + 1 + c).to(tl.int32), tl.load(tables + 1 + CLASSES + c).to(tl.int32)
     block = tl.program_id(0).to(tl.int64)
     while block < count:
         first = block * BLOCK
         n = tl.minimum(numel - first, BLOCK).to(tl.int32)
-        members = _members(base + first, n, top, MANTISSA, EXPONENTS)
-        coded = members & (_changed(new + first, base + first, n)[:, None] | tl.where(g_C == DIRECT, -1, 0)[None, :])
+        members = _members(base + first, n, top, MANTISSA)
+        coded = members & (_changed(new + first, base + first, n)[None, :] | tl.where(g_C == DIRECT, -1, 0)[:, None])
         both = _ones(members) | (_ones(coded) << 16)
-        total_C = tl.sum(both, 0)
+        total_C = tl.sum(both, 1)
         end_C = tl.cumsum(total_C, 0)
         tl.store(_words_of(table), _unsigned(members) | (coded.to(tl.int64) << 32))
-        tl.store(_words_of(firsts), (tl.cumsum(both, 0) - both + (end_C - total_C)[None, :]).to(tl.int64))
+        tl.store(_words_of(firsts), (tl.cumsum(both, 1) - both + (end_C - total_C)[:, None]).to(tl.int64))
         tl.debug_barrier()
         for at in range(0, BLOCK, PART):
-            i = tl.max_contiguous(at + tl.arange(0, PART), 1)
+            i = opaque(at + tl.arange(0, PART))
             old = _load(base + first, i, n)
-            own = _class_of(old, top, MANTISSA, EXPONENTS)
-            cell = (i >> 5) * CLASSES + own
+            own = _class_of(old, top, MANTISSA)
+            cell = own * WORDS + (i >> 5)
             which, place = tl.load(table + cell), tl.load(firsts + cell).to(tl.int32)
             within, chosen = which.to(tl.int32), (which >> 32).to(tl.int32)
-            u = _unsigned(_difference(_load(new + first, i, n), old, WIDE))
+            u = _unsigned(_difference(_load(new + first, i, n), old, MANTISSA))
             u |= ((place & 0xFFFF) + _before(within, i) + (own << 16)).to(tl.int64) << 32
             tl.store(listed + (place >> 16) + _before(chosen, i), u, mask=(chosen >> (i & 31)) & 1 > 0)
         tl.debug_barrier()
@@ -224,7 +291,7 @@ def exact_encode_kernel(
         row = rows + block * (BLOCK * SIZE // 8 + 1)
         listed_here = tl.max(last_C, 0)
         for at in range(0, listed_here, PART):
-            i = at + tl.arange(0, PART)
+            i = opaque(at + tl.arange(0, PART))
             inside = i < listed_here
             entry = tl.load(listed + i, mask=inside, other=0)
             higher = (listed + i).to(tl.pointer_type(tl.int32), bitcast=True) - 1  # half of the entry before
@@ -258,9 +325,9 @@ def exact_encode_kernel(
 
 
 @triton.jit(do_not_specialize=("numel",))
-def exact_pack_kernel(rows, new, starts, out, numel, WIDE: tl.constexpr):
+def exact_pack_kernel(rows, new, starts, out, numel, MANTISSA: tl.constexpr):
     """The first bytes of every row, or the plain numbers of a block, one block after the other."""
-    SIZE: tl.constexpr = 4 if WIDE else 2
+    SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + block), tl.load(starts + block + 1)
     row = rows + block * (BLOCK * SIZE + 8)
@@ -275,17 +342,18 @@ def exact_pack_kernel(rows, new, starts, out, numel, WIDE: tl.constexpr):
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=("top", "numel"))
-def exact_ends_kernel(base, ends, top, numel, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr):
+@triton.jit(do_not_specialize=("numel",))
+def exact_ends_kernel(base, ends, tables, numel, MANTISSA: tl.constexpr):
     """ends: where every class of a block ends."""
     block = tl.program_id(0).to(tl.int64)
     left = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)
-    total = tl.sum(_ones(_members(base + block * BLOCK, left, top, MANTISSA, EXPONENTS)), 0)
+    top = tl.load(tables).to(tl.int32)
+    total = tl.sum(_ones(_members(base + block * BLOCK, left, top, MANTISSA)), 1)
     tl.store(ends + block * CLASSES + tl.arange(0, CLASSES), tl.cumsum(total, 0).to(tl.int16))
 
 
 @triton.jit
-def _take(held, k, plain, WIDE: tl.constexpr):
+def _take(held, k, plain, BITS: tl.constexpr):
     """A code with parameter k: its first zeros, what it says, and how many bits it has.
 
     After as many zeros come `plain` bits: those of a value, none of a gap.
@@ -296,7 +364,7 @@ def _take(held, k, plain, WIDE: tl.constexpr):
     width = tl.where(stops, plain, k)
     begin = zeros + tl.where(stops, 0, 1)
     low = held >> begin.to(tl.uint64)
-    if WIDE:
+    if BITS == 32:
         low = (low & ((tl.full((LANES,), 1, tl.uint64) << width.to(tl.uint64)) - 1)).to(tl.int32)
     else:
         low = low.to(tl.int32) & ((1 << width) - 1)
@@ -304,13 +372,9 @@ def _take(held, k, plain, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("numel",))
-def exact_read_kernel(
-    words, starts, ends, by_class, bad,
-    tables, numel,
-    WIDE: tl.constexpr,
-):  # fmt: skip
+def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISSA: tl.constexpr):
     """by_class = the differences of blocks, a lane each; it was zero. bad: whether a block is damaged."""
-    BITS: tl.constexpr = 32 if WIDE else 16
+    BITS: tl.constexpr = 32 if MANTISSA == 23 else 16
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     count = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)  # none or less beyond the last block
     begin = tl.load(starts + block, mask=count > 0, other=0)
@@ -318,6 +382,9 @@ def exact_read_kernel(
     source = words + (begin >> 2)
     start = ((begin & 3) * 8).to(tl.int32)
     bit = start
+    # Lanes read far apart, which is slow, so each loads a word when it has passed one, and uses it a turn later.
+    word, word_1, word_2, word_3 = tl.load(source), tl.load(source + 1), tl.load(source + 2), tl.load(source + 3)
+    passed = tl.zeros((LANES,), tl.int32)
     is_plain = length == count * (BITS // 8)
     place = tl.where(is_plain, count, 0)
     by_class += block * BLOCK
@@ -333,19 +400,16 @@ def exact_read_kernel(
             enters = going & (place >= end)
             c += enters.to(tl.int32)
             end = tl.where(enters, tl.load(ends + block * CLASSES + c, mask=enters, other=0).to(tl.int32), end)
-            g = tl.where(enters, tl.load(tables + c, mask=enters, other=0), g)
-            v = tl.where(enters, tl.load(tables + CLASSES + c, mask=enters, other=0), v)
-            reads = going & (place < end)
-            word = source + (bit >> 5)
+            g = tl.where(enters, tl.load(tables + 1 + c, mask=enters, other=0).to(tl.int32), g)
+            v = tl.where(enters, tl.load(tables + 1 + CLASSES + c, mask=enters, other=0).to(tl.int32), v)
+            reads = going & (place < end) & ((bit >> 5) == passed)
             shift = (bit & 31).to(tl.uint64)
-            held = (_unsigned(tl.load(word)) | (_unsigned(tl.load(word + 1)) << 32)).to(
-                tl.uint64, bitcast=True
-            ) >> shift
-            held |= (_unsigned(tl.load(word + 2)) << 1).to(tl.uint64, bitcast=True) << (63 - shift)
+            held = (_unsigned(word) | (_unsigned(word_1) << 32)).to(tl.uint64, bitcast=True) >> shift
+            held |= (_unsigned(word_2) << 1).to(tl.uint64, bitcast=True) << (63 - shift)
             # a gap, or a value
             is_direct = g == DIRECT
             in_gap = (is_direct | after_gap) == 0
-            zeros, x, used = _take(held, tl.where(in_gap, g, v), tl.where(in_gap, 0, BITS), WIDE)
+            zeros, x, used = _take(held, tl.where(in_gap, g, v), tl.where(in_gap, 0, BITS), BITS)
             needed = (end - place + (1 << g) - 1) >> g
             ended = in_gap & (zeros >= needed)
             used = tl.where(ended, needed, used)
@@ -356,36 +420,38 @@ def exact_read_kernel(
             follows = in_gap & (zeros < ESCAPE) & (ended == 0)
             good = good & ((reads & follows & (after >= end)) == 0)
             takes = reads & good & (follows | is_direct) & (after < end)
-            _, x, more = _take(held >> used.to(tl.uint64), v, tl.full((LANES,), BITS, tl.int32), WIDE)
-            if WIDE:
+            _, x, more = _take(held >> used.to(tl.uint64), v, tl.full((LANES,), BITS, tl.int32), BITS)
+            if BITS == 32:
                 takes = takes & (used + more <= 64)
             tl.store(by_class + after, (x + one).to(by_class.dtype.element_ty), mask=takes)
             after_gap = tl.where(reads, follows & (takes == 0), after_gap)
             bit += tl.where(reads, used + tl.where(takes, more, 0), 0)
             place = tl.where(reads, after + takes.to(tl.int32), place)
+            moves = (bit >> 5) > passed
+            passed += moves.to(tl.int32)
+            word, word_1 = tl.where(moves, word_1, word), tl.where(moves, word_2, word_1)
+            word_2 = tl.where(moves, word_3, word_2)
+            word_3 = tl.load(source + passed + 3, mask=moves, other=word_3)
     good = good & (is_plain | (((bit - start + 7) // 8) == length))
     tl.store(bad + tl.zeros((LANES,), tl.int32), tl.full((LANES,), 1, tl.int32), mask=(good == 0) & (count > 0))
 
 
-@triton.jit(do_not_specialize=("top", "numel", "count"))
-def exact_undo_kernel(
-    blocks, base, out, starts, by_class, scratch,
-    top, numel, count,
-    WIDE: tl.constexpr, MANTISSA: tl.constexpr, EXPONENTS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=("numel", "count"))
+def exact_undo_kernel(blocks, base, out, starts, by_class, scratch, tables, numel, count, MANTISSA: tl.constexpr):
     """out = base and its differences, or the plain numbers of a block."""
-    SIZE: tl.constexpr = 4 if WIDE else 2
+    SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
     table = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
+    top = tl.load(tables).to(tl.int32)
     block = tl.program_id(0).to(tl.int64)
     while block < count:
         first = block * BLOCK
         n = tl.minimum(numel - first, BLOCK).to(tl.int32)
         start = tl.load(starts + block)
         is_plain = tl.load(starts + block + 1) - start == n * SIZE
-        members = _members(base + first, n, top, MANTISSA, EXPONENTS)
+        members = _members(base + first, n, top, MANTISSA)
         count_C = _ones(members)
-        total_C = tl.sum(count_C, 0)
-        places = tl.cumsum(count_C, 0) - count_C + (tl.cumsum(total_C, 0) - total_C)[None, :]
+        total_C = tl.sum(count_C, 1)
+        places = tl.cumsum(count_C, 1) - count_C + (tl.cumsum(total_C, 0) - total_C)[:, None]
         tl.store(_words_of(table), _unsigned(members) | (places.to(tl.int64) << 32))
         tl.debug_barrier()
         for at in range(0, BLOCK, PART):
@@ -397,16 +463,14 @@ def exact_undo_kernel(
                     x |= tl.load(blocks + start + i * SIZE + byte, mask=inside, other=0).to(tl.int32) << (8 * byte)
             else:
                 old = _load(base + first, i, n)
-                entry = tl.load(table + (i >> 5) * CLASSES + _class_of(old, top, MANTISSA, EXPONENTS))
+                entry = tl.load(table + _class_of(old, top, MANTISSA) * WORDS + (i >> 5))
                 place = (entry >> 32).to(tl.int32) + _before(entry.to(tl.int32), i)
                 u = tl.load(by_class + first + place, mask=inside, other=0).to(tl.int32)
-                if not WIDE:
-                    u = u & 0xFFFF
-                x = _undone(old, u, WIDE)
-            x = x.to(out.dtype.element_ty)
+                u &= 0xFFFF if SIZE == 2 else -1
+                x = _undone(old, u, MANTISSA)
             if n == BLOCK:
-                tl.store(out + first + i, x)
+                tl.store(out + first + i, x.to(out.dtype.element_ty))
             else:
-                tl.store(out + first + i, x, mask=inside)
+                tl.store(out + first + i, x.to(out.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         block += tl.num_programs(0)
