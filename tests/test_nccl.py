@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from thinwire import DisagreementError, Work, compress_ddp, functional as F  # n
 from thinwire.collectives import groups
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.work import new_future
+from thinwire.integrations.choice import moments
 
 Device = torch.device
 Options = Mapping[str, Any]  # of compress_ddp
@@ -972,17 +974,18 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 
 def in_units(place: Place) -> Outputs:
-    """Means in Adam's units, by moments that are new at every step and not those of a GPU's Adam, which rounds else."""
+    """Means in Adam's units, by moments that are new at every step and have exact roots: a CPU rounds others else."""
     found = {}
     for algorithm, dtype in itertools.product(SUMS, FLOATS):
         model = wrap(Given(dtypes=dtype, ready=READY), place.group, device=place.device)
         optimizer = torch.optim.Adam(model.parameters())
         handle = compress_ddp(model, "lloyd2", optimizer=optimizer, algorithm=algorithm)
         for step in range(4):
-            moments = draw(7, step, dtypes=dtype, spread=10.0)
-            for parameter, moment in zip(model.parameters(), moments, strict=True):
-                optimizer.state[parameter] = {"exp_avg_sq": moment.square().to(place.device)}
-            grads = backward(model, dyadic(place.rank, step, dtype))
+            for parameter, drawn_once in zip(model.parameters(), draw(7, step, dtypes=dtype), strict=True):
+                moment = torch.where(drawn_once > 0, 4.0, 0.25).to(place.device, dtype)
+                optimizer.state[parameter] = {"exp_avg_sq": moment}
+            with mock.patch.object(moments, "FLOOR", 0.0):
+                grads = backward(model, dyadic(place.rank, step, dtype))
             found[f"{algorithm}, {dtype}, step {step}"] = flat(grads).float()
         assert handle.stats().feedback == "none+moments"
     return found
