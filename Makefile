@@ -69,6 +69,7 @@ matrix: .venv/.installed
 	    test -d $$at || { rm -rf $$at.part && python$$python -m venv $$at.part && \
 	      $$at.part/bin/python -m pip -qq install -c build/matrix-constraints.txt torch==$$torch numpy typer rich pytest \
 	        pytest-timeout hypothesis scikit-learn lightning accelerate transformers 'ray[train]' tensorboard && \
+	      { $(call with_trainers,$$at.part/bin/python -m pip -qq install -c build/matrix-constraints.txt); } && \
 	      mv $$at.part $$at; }; \
 	    PYTHONPATH=$(CURDIR)/src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
 	  done; \
@@ -144,9 +145,16 @@ $(BIN)/python:
 with_frameworks = $(INSTALL) 'thinwire[$(1),frameworks]' || \
   { echo "== no frameworks: their tests skip themselves"; $(INSTALL) 'thinwire[$(1)]'; }
 
+# Trainers for the group that compresses, each without what it asks for: other versions of packages that are here.
+TRAINERS := "torchtitan torch_checkpointing torchdata spmd_types einops tyro docstring_parser typeguard datasets dill \
+  multiprocess xxhash httpx httpcore" megatron-core "deepspeed einops hjson py-cpuinfo"
+with_trainers = for trainer in $(TRAINERS); do \
+  DS_BUILD_OPS=0 $(1) --no-deps $$trainer || echo "== no $$trainer: its tests skip themselves"; done
+
 .venv/.installed: .venv/.package
 	@echo "== installing the test dependencies"
 	@$(call with_frameworks,test)
+	@$(call with_trainers,$(INSTALL))
 	@touch $@
 
 .venv/.docs: .venv/.package mkdocs.yml
@@ -157,4 +165,5 @@ with_frameworks = $(INSTALL) 'thinwire[$(1),frameworks]' || \
 .venv/.dev: .venv/.package
 	@echo "== installing the test dependencies and the development tools"
 	@$(call with_frameworks,dev)
+	@$(call with_trainers,$(INSTALL))
 	@touch .venv/.installed $@

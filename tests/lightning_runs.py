@@ -145,20 +145,9 @@ def trainer(group: Group, way: Way, callbacks: Sequence[Any] = (), package: Any 
         strategy = strategies.ModelParallelStrategy(**{**parallel, **way.strategy})
     else:
         strategy = strategies.DDPStrategy(**way.strategy)
-    settings = {
-        "strategy": strategy,
-        "devices": group.size(),
-        "logger": False,
-        "enable_checkpointing": False,
-        "max_epochs": 1,
-    }
-    made: pl.Trainer = package.Trainer(
-        accelerator="cpu",
-        callbacks=[*callbacks],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**settings, **way.trainer, **options},
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    settings = {"strategy": strategy, "devices": group.size(), "max_epochs": 1, **quiet, **way.trainer, **options}
+    made: pl.Trainer = package.Trainer(accelerator="cpu", callbacks=[*callbacks], **settings)
     return made
 
 

@@ -16,12 +16,7 @@ from cases import assert_same, generated, seeded
 from test_prepare import Net, net, tokens
 from thinwire import qat
 from thinwire.qat.codes import IntegerWeight, unpack
-from thinwire.qat.layers import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    quantize_layer,
-    quantized_layers as layers_of,
-)
+from thinwire.qat.layers import QuantizedEmbedding, QuantizedLinear, quantize_layer, quantized_layers as layers_of
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 ROWS, WIDTH = 12, 8  # of the embedding

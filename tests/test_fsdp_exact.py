@@ -144,10 +144,7 @@ REPLICATED = [Setup(BF16, replicated=True, gradients=gradients) for gradients in
 
 @pytest.mark.parametrize(
     ("world", "setups"),
-    [
-        *((2, FEW + MANY), (3, FEW), (4, FEW + REPLICATED)),
-        *thorough((3, MANY), (4, MANY)),
-    ],
+    [*((2, FEW + MANY), (3, FEW), (4, FEW + REPLICATED)), *thorough((3, MANY), (4, MANY))],
 )
 def test_weights_have_the_bits_of_plain_fsdp(ranks: RankPool, world: int, setups: list[Setup]) -> None:
     for found in ranks(world).run(compared, setups):

@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 ALL = "; ".join(f"{operation}=int8" for operation in OPERATIONS)
 EXACT = (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SUM = dist.ReduceOp.SUM
 MANY = 40_000  # elements, above the least size of the default rules
 
 
@@ -115,52 +116,52 @@ def test_rules_are_compared(group: Group) -> str:
 # --- every operation and dtype ----------------------------------------------------------------------------------------
 
 
+def into(out: Any, verb: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """What a verb makes of its first argument."""
+    work = verb(out, *args, **how)
+    if isinstance(work, dist.Work):
+        work.wait()
+    return out
+
+
+def batched(x: Tensor, group: Group, batch: Callable[..., Any] = dist.batch_isend_irecv, **how: Any) -> Tensor:
+    """What comes from the rank before while x goes to the next."""
+    came, rank, world = torch.zeros_like(x), group.rank(), group.size()
+    ops = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=1),
+        dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - 1) % world, tag=1),
+    ]
+    for work in batch(ops, **how):
+        work.wait()
+    return came
+
+
 def results(group: Any, dtype: torch.dtype, numel: int, device: torch.device = CPU) -> dict[str, Any]:
     """What every operation makes of numbers of a dtype."""
-    rank, world = group.rank(), group.size()
-    x = numbers(rank, numel, dtype, device)
-    out: dict[str, Any] = {}
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        out[f"all_reduce {op}"] = x.clone()
-        dist.all_reduce(out[f"all_reduce {op}"], op, group)
-    out["all_gather_single"] = x.new_zeros(world * numel)
-    groups.all_gather_single(out["all_gather_single"], x, group)
-    out["all_gather"] = [torch.zeros_like(x) for _ in range(world)]
-    work = dist.all_gather(out["all_gather"], x, group, async_op=True)
-    work.wait()
-    wide = numbers(rank, world * numel, dtype, device)
-    out["reduce_scatter"] = torch.zeros_like(x)
-    groups.reduce_scatter_single(out["reduce_scatter"], wide.clone(), group=group)
-    out["reduce_scatter list"] = torch.zeros_like(x)
-    dist.reduce_scatter(out["reduce_scatter list"], list(wide.clone().view(world, -1)), group=group)
-    out["all_to_all"] = torch.zeros_like(wide)
-    dist.all_to_all_single(out["all_to_all"], wide, group=group)
-    sent = [numel + to for to in range(world)]
-    mine = [numel + rank] * world
-    uneven = numbers(rank, sum(sent), dtype, device)
-    out["all_to_all uneven"] = x.new_zeros(sum(mine))
-    dist.all_to_all_single(out["all_to_all uneven"], uneven, mine, sent, group=group)
-    out["broadcast"] = x.clone()
-    dist.broadcast(out["broadcast"], group=group, group_src=world - 1)
-    out["reduce"] = x.clone()
-    dist.reduce(out["reduce"], group=group, group_dst=0)
-    out["reduce"] = out["reduce"] if rank == 0 else None
+    rank, world, run = group.rank(), group.size(), functools.partial(into, group=group)
+    x, wide = numbers(rank, numel, dtype, device), numbers(rank, world * numel, dtype, device)
+    sent, mine = [numel + to for to in range(world)], [numel + rank] * world
+    uneven, none = numbers(rank, sum(sent), dtype, device), torch.zeros_like(x)
+    reduced = run(x.clone(), dist.reduce, group_dst=0)
+    out: dict[str, Any] = {f"all_reduce {op}": run(x.clone(), dist.all_reduce, op) for op in (SUM, dist.ReduceOp.MAX)}
+    out |= {
+        "all_gather_single": run(x.new_zeros(world * numel), groups.all_gather_single, x),
+        "all_gather": run([none.clone() for _ in range(world)], dist.all_gather, x, async_op=True),
+        "reduce_scatter": run(none.clone(), groups.reduce_scatter_single, wide.clone()),
+        "reduce_scatter list": run(none.clone(), dist.reduce_scatter, list(wide.clone().view(world, -1))),
+        "all_to_all": run(torch.zeros_like(wide), dist.all_to_all_single, wide),
+        "all_to_all uneven": run(x.new_zeros(sum(mine)), dist.all_to_all_single, uneven, mine, sent),
+        "broadcast": run(x.clone(), dist.broadcast, group_src=world - 1),
+        "reduce": reduced if rank == 0 else None,
+        "objects": run([None] * world, dist.all_gather_object, {"rank": rank, "x": 0.1}),
+    }
     if world > 1:
         out["recv"] = torch.zeros_like(x)
         send = functools.partial(dist.send, x, group=group, group_dst=(rank + 1) % world)
         receive = functools.partial(dist.recv, out["recv"], group=group, group_src=(rank - 1) % world)
         for call in (receive, send) if rank % 2 else (send, receive):
             call()
-        ops = [
-            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world, tag=1),
-            dist.P2POp(dist.irecv, torch.zeros_like(x), group=group, group_peer=(rank - 1) % world, tag=1),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        out["batch"] = ops[1].tensor
-    objects = [None] * world
-    dist.all_gather_object(objects, {"rank": rank, "x": 0.1}, group=group)
-    out["objects"] = objects
+        out["batch"] = batched(x, group)
     dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)
     return out
 
@@ -199,37 +200,24 @@ def compressed(
     found = results(mine, dtype, numel, device)
     how: Any = {"codec": codec, "algorithm": "compressed", "step": 0, "group": group}
     x, wide = numbers(rank, numel, dtype, device), numbers(rank, world * numel, dtype, device)
-    total = x.clone()
-    thinwire.all_reduce(total, group=group, codec=codec, algorithm="one_shot" if world == 2 else "two_phase")
-    assert torch.equal(found["all_reduce RedOpType.SUM"], total)
-    gathered = x.new_zeros(world * numel)
-    thinwire.all_gather_into_tensor(gathered, x, **how)
-    assert torch.equal(found["all_gather_single"], gathered)
-    assert torch.equal(torch.cat(found["all_gather"]), gathered)
-    part = torch.zeros_like(x)
-    thinwire.reduce_scatter_tensor(part, wide.clone(), **how)
-    assert torch.equal(found["reduce_scatter"], part)
-    assert torch.equal(found["reduce_scatter list"], part)
-    moved = torch.zeros_like(wide)
-    thinwire.all_to_all_single(moved, wide, **how)
-    assert torch.equal(found["all_to_all"], moved)
     sent, mine_ = [numel + to for to in range(world)], [numel + rank] * world
-    uneven = x.new_zeros(sum(mine_))
-    thinwire.all_to_all_single(uneven, numbers(rank, sum(sent), dtype, device), mine_, sent, **how)
-    assert torch.equal(found["all_to_all uneven"], uneven)
+    uneven = numbers(rank, sum(sent), dtype, device)
     source = numbers(world - 1, numel, dtype, device) if rank == world - 1 else x.clone()
-    thinwire.broadcast(source, group_src=world - 1, **how)
-    assert torch.equal(found["broadcast"], source)
-    before, after = (rank - 1) % world, (rank + 1) % world
-    came = torch.zeros_like(x)
-    ops = [
-        dist.P2POp(dist.irecv, came, group=group, group_peer=before),
-        dist.P2POp(dist.isend, x, group=group, group_peer=after),
-    ]
-    for work in thinwire.batch_isend_irecv(ops, codec=codec):
-        work.wait()
-    assert torch.equal(found["recv"], came)
-    assert torch.equal(found["batch"], came)
+    total, came = x.clone(), batched(x, group, thinwire.batch_isend_irecv, codec=codec)
+    thinwire.all_reduce(total, group=group, codec=codec, algorithm="one_shot" if world == 2 else "two_phase")
+    run, none = functools.partial(into, **how), torch.zeros_like(x)
+    expected = {
+        "all_reduce RedOpType.SUM": total,
+        "all_gather_single": (gathered := run(x.new_zeros(world * numel), thinwire.all_gather_into_tensor, x)),
+        "all_gather": [*gathered.chunk(world)],
+        "reduce_scatter": run(none.clone(), thinwire.reduce_scatter_tensor, wide.clone()),
+        "all_to_all": run(torch.zeros_like(wide), thinwire.all_to_all_single, wide),
+        "all_to_all uneven": run(x.new_zeros(sum(mine_)), thinwire.all_to_all_single, uneven, mine_, sent),
+        "broadcast": run(source, thinwire.broadcast, group_src=world - 1),
+        "recv": came,
+    }
+    expected |= {"reduce_scatter list": expected["reduce_scatter"], "batch": came}
+    assert not [name for name, one in expected.items() if not same(found[name], one)]
     exact_ones = results(group, dtype, numel, device)
     for name in ("all_reduce RedOpType.MAX", "reduce", "objects"):
         assert same(found[name], exact_ones[name])

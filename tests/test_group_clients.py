@@ -6,7 +6,6 @@ The functions take a group and a device, so that test_group_nccl.py runs them on
 import contextlib
 import copy
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,10 +55,10 @@ def batch(step: int, rank: int, device: Device, rows: int = 8) -> Tensor:
     return torch.randn(rows, WIDTH, generator=seeded(step, rank)).to(device)
 
 
-def trained(model: Any, parameters: Any, rank: int, device: Device, optimizer: Any = None) -> list[Tensor]:
+def trained(model: Any, rank: int, device: Device) -> list[Tensor]:
     """The parameters after some steps on a rank's own batches."""
-    parameters = list(parameters)
-    optimizer = optimizer or torch.optim.SGD(parameters, lr=0.05)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch(step, rank, device)).square().mean().backward()
@@ -74,16 +73,7 @@ def whole(parameter: Any) -> Tensor:
 
 def ddp(group: Any, device: Device) -> list[Tensor]:
     model = DistributedDataParallel(network(device), process_group=group)
-    return trained(model, model.parameters(), group.rank(), device)
-
-
-def zero(group: Any, device: Device) -> list[Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which it uses
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = DistributedDataParallel(network(device), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.05)
-    return trained(model, model.parameters(), group.rank(), device, optimizer)
+    return trained(model, group.rank(), device)
 
 
 def joined(group: Any, device: Device) -> list[Tensor]:
@@ -105,12 +95,12 @@ def fsdp2(group: Any, device: Device) -> list[Tensor]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return trained(model, model.parameters(), group.rank(), device)
+    return trained(model, group.rank(), device)
 
 
 def fsdp1(group: Any, device: Device) -> list[Tensor]:
     model = FullyShardedDataParallel(network(device), process_group=group, device_id=device, use_orig_params=False)
-    trained(model, model.parameters(), group.rank(), device)
+    trained(model, group.rank(), device)
     with FullyShardedDataParallel.summon_full_params(model):
         return [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
@@ -119,7 +109,7 @@ def tensor_parallel(group: Any, device: Device) -> list[Tensor]:
     model, mesh = network(device), mesh_of(group, device)
     for layer in model:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return trained(model, model.parameters(), 0, device)  # all ranks have one batch
+    return trained(model, 0, device)  # all ranks have one batch
 
 
 def pipelined(group: Any, device: Device, kind: Any = ScheduleGPipe) -> list[Tensor]:
@@ -198,7 +188,6 @@ def saved(group: Any, device: Device) -> list[Tensor]:
 Client = Callable[[Any, Device], list[Tensor]]
 CLIENTS: list[tuple[Client, str]] = [  # and the rules that suit them
     (ddp, "all_reduce=int8"),
-    (zero, "all_reduce=int8"),
     (joined, "all_reduce=int8"),
     (fsdp2, "reduce_scatter=int8"),
     (fsdp1, "reduce_scatter=int8"),

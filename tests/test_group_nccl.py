@@ -9,26 +9,11 @@ import thinwire
 from cases import no_host_sync
 from ranks import RankPool
 from test_group import ALL, compressed, results, same
-from test_group_clients import (
-    compared as compared_clients,
-    ddp,
-    experts,
-    fsdp2,
-    one_forward_one_backward,
-    pipelined,
-    tensor_parallel,
-)
+from test_group_clients import CLIENTS, compared as compared_clients
 from test_nccl import each_world, on_nccl, on_worlds
 from thinwire.collectives import traffic
 
-CLIENTS: dict[str, tuple[Any, str]] = {
-    "ddp": (ddp, "all_reduce=int8"),
-    "fsdp2": (fsdp2, "reduce_scatter=int8"),
-    "tensor_parallel": (tensor_parallel, "all_reduce=int8"),
-    "pipelined": (pipelined, "send=int8"),
-    "one_forward_one_backward": (one_forward_one_backward, "send=int8"),
-    "experts": (experts, "all_to_all=int8"),
-}
+NAMES = ("ddp", "fsdp2", "tensor_parallel", "pipelined", "one_forward_one_backward", "experts")
 
 
 def made(rules: str) -> Any:
@@ -37,7 +22,7 @@ def made(rules: str) -> Any:
 
 def client(group: Any, name: str) -> None:
     place = on_nccl(group)
-    run, rules = CLIENTS[name]
+    run, rules = next(one for one in CLIENTS if one[0].__name__ == name)
     compared_clients(place.group, made(rules), run, place.device)
 
 
@@ -107,5 +92,5 @@ def test_the_host_waits_for_nothing(ranks: RankPool, world: int) -> None:
 
 @each_world
 def test_clients_run_unmodified(ranks: RankPool, world: int) -> None:
-    for name in CLIENTS:
+    for name in NAMES:
         ranks(world).run(client, name)

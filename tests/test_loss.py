@@ -33,10 +33,7 @@ class Weights(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
-@pytest.mark.parametrize(
-    ("codec", "feedback"),
-    [("lloyd2", "ef21"), ("lloyd2", "classic"), ("trellis2", "none")],
-)
+@pytest.mark.parametrize(("codec", "feedback"), [("lloyd2", "ef21"), ("lloyd2", "classic"), ("trellis2", "none")])
 @on_ranks(3)
 def test_replicas_read_the_bits_that_ranks_read(group: Group, codec: str, feedback: Any) -> None:
     """At every step of DDP."""

@@ -1,0 +1,63 @@
+"""Unmodified trainers whose default group compresses: their losses beside gloo's. The Makefile installs them."""
+
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import trainers
+from ranks import RankPool
+from test_group_clients import CLOSE
+
+GROUPS = {  # backend and rules of the default group
+    "plain": ("gloo", ""),
+    "exact": ("cpu:thinwire", "all_reduce=none"),
+    "int8": ("cpu:thinwire", "all_reduce=int8@512; reduce_scatter=int8@512; all_gather=int8@512; send=int8@512"),
+}
+
+
+def jobs(group: Any, trainer: str, cases: list[dict[str, int]], name: str, store: str) -> list[Any]:
+    """Of every case the losses, and how many kinds of groups had compressed traffic."""
+    warnings.simplefilter("ignore")
+    rank, world = group.rank(), group.size()
+    dist.destroy_process_group()
+    backend, os.environ["THINWIRE_RULES"] = GROUPS[name]
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    found = []
+    for case in cases:
+        before = trainers.compressed()
+        found.append((trainers.TRAINERS[trainer](**case), len(trainers.compressed() - before)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "world", "cases"),
+    [
+        ("torchtitan", 2, [{}, {"tensor": 2}, {"pipeline": 2}]),
+        ("torchtitan", 4, [{"tensor": 2}, {"pipeline": 2}]),
+        ("deepspeed", 2, [{"stage": 2}, {"stage": 3}]),
+        ("megatron", 2, [{}]),
+    ],
+)
+def test_trainers_run_unmodified(ranks: RankPool, tmp_path: Any, trainer: str, world: int, cases: Any) -> None:
+    """Without rules their losses have gloo's bits; int8 moves them by less than CLOSE of what training gains."""
+    if importlib.util.find_spec(trainer) is None:
+        pytest.skip(f"{trainer} is not installed")
+    if trainer == "torchtitan" and torch.__version__ < "2.14":
+        if torch.__version__ < "2.13":
+            pytest.skip("torchtitan needs torch 2.13")
+        cases = [case for case in cases if "pipeline" not in case]  # needs 2.14
+    found = []
+    for name in GROUPS:  # in processes of its own, which end: trainers, and DTensor, keep groups for good
+        of_ranks = ranks.fresh(world).run(jobs, trainer, cases, name, str(tmp_path / name), lost=world)
+        found.append([one for of_rank in of_ranks for one in of_rank])
+    for (expected, _), exact, (losses, kinds) in zip(*found, strict=True):
+        assert exact == (expected, 0)
+        assert kinds == world // 2
+        worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+        assert worst <= CLOSE * (expected[0] - expected[-1])
