@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from benchmarks.tasks import Task
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import choice, compress_ddp
+from thinwire.integrations import choice
 from thinwire.integrations.choice import auto, options
 from thinwire.integrations.choice.options import Feedback, Weigh
+from thinwire.integrations.ddp import compress_ddp
 from thinwire.tools.bench import step, timing
 from thinwire.tools.bench.models import Batch
 from thinwire.tools.bench.step import torch_bf16

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from benchmarks.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme, optimizer_for
 from benchmarks.tasks import Task
 from thinwire.collectives import groups
-from thinwire.integrations import compress_fsdp
 from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
+from thinwire.integrations.fsdp import compress_fsdp
 
 _DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
     MIXED: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),

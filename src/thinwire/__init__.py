@@ -60,18 +60,16 @@ if typing.TYPE_CHECKING:
     )
     from thinwire.feedback import RowCopy as RowCopy, RowFeedback as RowFeedback
     from thinwire.group import GroupOptions as GroupOptions
-    from thinwire.integrations import (
+    from thinwire.integrations.ddp import (
         DDPHandle as DDPHandle,
         DDPState as DDPState,
-        DiLoCo as DiLoCo,
-        FSDPState as FSDPState,
-        Stats as Stats,
-        WeightPublisher as WeightPublisher,
-        WeightSubscriber as WeightSubscriber,
         compress_ddp as compress_ddp,
-        compress_fsdp as compress_fsdp,
         ddp_hook as ddp_hook,
     )
+    from thinwire.integrations.diloco import DiLoCo as DiLoCo
+    from thinwire.integrations.fsdp import FSDPState as FSDPState, compress_fsdp as compress_fsdp
+    from thinwire.integrations.stats import Stats as Stats
+    from thinwire.integrations.weights import WeightPublisher as WeightPublisher, WeightSubscriber as WeightSubscriber
     from thinwire.kernels import use_backend as use_backend
     from thinwire.rehearsal import rehearse as rehearse, report_loss as report_loss
 
@@ -84,8 +82,11 @@ _NAMES = {
     "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.group": "GroupOptions",
-    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats WeightPublisher WeightSubscriber "
-    "compress_ddp compress_fsdp ddp_hook",
+    "thinwire.integrations.ddp": "DDPHandle DDPState compress_ddp ddp_hook",
+    "thinwire.integrations.diloco": "DiLoCo",
+    "thinwire.integrations.fsdp": "FSDPState compress_fsdp",
+    "thinwire.integrations.stats": "Stats",
+    "thinwire.integrations.weights": "WeightPublisher WeightSubscriber",
     "thinwire.kernels": "use_backend",
     "thinwire.rehearsal": "rehearse report_loss",
 }

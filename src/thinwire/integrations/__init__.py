@@ -10,35 +10,3 @@ framework's checkpoints.
 To add a framework: do what those three do. To add another kind of parallelism: a `Handle` that averages `GradientSet`s
 with a `GradientSync`.
 """
-
-import importlib
-import typing
-
-from thinwire.integrations.ddp import DDPHandle, DDPState, compress_ddp, ddp_hook
-from thinwire.integrations.stats import Stats
-from thinwire.integrations.weights import WeightPublisher, WeightSubscriber
-
-if typing.TYPE_CHECKING:
-    from thinwire.integrations.diloco import DiLoCo
-    from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-
-__all__ = [
-    "DDPHandle",
-    "DDPState",
-    "DiLoCo",
-    "FSDPState",
-    "Stats",
-    "WeightPublisher",
-    "WeightSubscriber",
-    "compress_ddp",
-    "compress_fsdp",
-    "ddp_hook",
-]
-
-
-def __getattr__(name: str) -> object:
-    """Names whose modules import much of torch, when they are first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "diloco" if name == "DiLoCo" else "fsdp"
-    return getattr(importlib.import_module(f"thinwire.integrations.{module}"), name)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import compress_ddp
+from thinwire.integrations.ddp import compress_ddp
 from thinwire.tools.bench import models, timing
 from thinwire.tools.bench.models import MODELS, Batch, StepModel
 from thinwire.tools.bench.record import Progress, Record, Row, collect
@@ -135,7 +135,7 @@ class ShardedReplica(Replica):
         self.optimizer = optimizer
         self.model = network
         if scheme.codec is not None:
-            from thinwire.integrations import compress_fsdp  # much of torch comes with it
+            from thinwire.integrations.fsdp import compress_fsdp  # much of torch comes with it
 
             how: dict[str, Any] = {"replica": scheme.replica, "optimizer": optimizer}
             with warnings.catch_warnings():
