@@ -31,10 +31,9 @@ def test_sentences_have_the_figures_of_records() -> None:
     int8 = {row["codec"]: row for row in figures.recorded("ddp_steps_gpt124m_h200_2026-11-19.json").rows}["int8"]
     over = [f"{int8[column]:.1f}" for column in ("speedup_plain", "speedup_bf16")]
     assert re.findall(r"([\d.]+) times as\s+fast", front) == over
-    known = verdict.shipped().losses["ddp"]
-    shown = [
-        str(known[name]).removesuffix(" nats").replace("-", "−") for name in ("lloyd4", "int8", "trellis2 + moments")
-    ]
+    known = verdict.shipped().losses
+    losses = [*(known["ddp"][name] for name in ("lloyd4", "int8", "trellis2 + moments")), known["ddp muon"]["int8"]]
+    shown = [str(loss).removesuffix(" nats").replace("-", "−") for loss in losses]
     assert re.findall(r"[+−][\d.]+ ± [\d.]+", readme) == shown
     page = (figures.ROOT / "docs" / "reference" / "cli.md").read_text()
     ends = [verdict.shipped().misses[kind] for kind in ("flat", "hierarchical", "sharded")]

@@ -72,7 +72,7 @@ class Manifest(NamedTuple):
             for piece in found:
                 boxes = zip(piece.shape, piece.start, piece.box, strict=True)
                 if piece.dtype not in DTYPES or any(not 0 <= at <= at + size <= whole for whole, at, size in boxes):
-                    raise ValueError(piece)
+                    raise WireError(str(piece))
         except (ValueError, TypeError, KeyError) as error:
             raise WireError(f"the manifest of a snapshot is damaged: {error}") from error
         return manifest
