@@ -107,8 +107,8 @@ class ReplicaAverager:
         """The first row = the mean of all rows, as every replica reads it. The other rows are used up."""
         errors = self._errors
         self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
-        if self.chooser.setting != self._setting:
-            self._setting = self.chooser.setting
+        if self.chooser.policy.setting != self._setting:
+            self._setting = self.chooser.policy.setting
             self._lanes = self._new_lanes()
             self._new = True
         if all(isinstance(lane.lane.spec.codec, Identity) for lane in self._lanes):

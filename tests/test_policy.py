@@ -20,8 +20,8 @@ from cases import generated, over, seeded
 from thinwire import BlockInt, ByName, Cast, Codec, CodecError, DDPState, Identity, Lloyd, codec as make, compress_ddp
 from thinwire.feedback import Piece
 from thinwire.integrations import choice
-from thinwire.integrations.choice import Agreed, Chooser, Policy, auto, options
-from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
+from thinwire.integrations.choice import Chooser, Policy, auto, options
+from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Race, deal_bits
 from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
 from thinwire.integrations.models import ParameterNames, ParameterSize as Size
 from thinwire.integrations.stats import Stats, StepErrors, Tally
@@ -300,24 +300,22 @@ def test_a_codec_that_is_faster_by_chance_is_not_chosen() -> None:
 LOSS = dict(WIDTHS)
 
 
-def layer(name: str, numel: int, energy: float, measured: Codec = WIDTHS[1][0]) -> Layer:
-    """A layer of Gaussians with a sum of squares `energy`."""
-    return Layer(name, numel, measured, energy * LOSS[measured])
+Layers = Mapping[str, tuple[int, float]]  # elements and their sum of squares
 
 
-def bytes_of(layers: Sequence[Layer], chosen: Mapping[str, Codec]) -> int:
-    return sum(chosen[one.name].wire_bytes(one.numel) for one in layers)
+def named(rows: Sequence[tuple[int, float]]) -> Layers:
+    return {f"p{i}": row for i, row in enumerate(rows)}
 
 
-def lost_by(layers: Sequence[Layer], chosen: Mapping[str, Codec]) -> float:
-    return sum(one.lost / LOSS[one.codec] * LOSS[chosen[one.name]] for one in layers)
+def bytes_of(layers: Layers, chosen: Mapping[str, Codec]) -> int:
+    return sum(chosen[name].wire_bytes(numel) for name, (numel, _) in layers.items())
 
 
-layers_of = st.lists(
-    st.tuples(st.integers(1024, 60_000), st.floats(1e-6, 1e6), st.sampled_from([w for w, _ in WIDTHS])),
-    min_size=1,
-    max_size=8,
-).map(lambda rows: [layer(f"p{i}", *row) for i, row in enumerate(rows)])
+def lost_by(layers: Layers, chosen: Mapping[str, Codec]) -> float:
+    return sum(squares * LOSS[chosen[name]] for name, (_, squares) in layers.items())
+
+
+layers_of = st.lists(st.tuples(st.integers(1024, 60_000), st.floats(1e-6, 1e6)), min_size=1, max_size=8).map(named)
 
 
 def test_widths_lose_less_the_more_bits_they_have() -> None:
@@ -339,27 +337,29 @@ def test_the_losses_of_the_widths_are_those_of_gaussians(width: Codec, loss: flo
 
 @generated(60)
 @given(layers_of, st.floats(1.1, 8.2), st.integers(0, 5000))
-def test_bits_stay_inside_the_budget_and_leave_little_of_it(layers: list[Layer], bits: float, fixed: int) -> None:
-    numel = fixed + sum(one.numel for one in layers)
+def test_bits_stay_inside_the_budget_and_leave_little_of_it(layers: Layers, bits: float, fixed: int) -> None:
+    numels = {name: numel for name, (numel, _) in layers.items()}
+    numel = fixed + sum(numels.values())
     budget = bits / 8 * numel
     try:
         chosen = deal_bits(layers, 2 * fixed, fixed, bits)
     except CodecError:
-        least = sum(Lloyd(1).wire_bytes(one.numel) for one in layers) + 2 * fixed
+        least = sum(map(Lloyd(1).wire_bytes, numels.values())) + 2 * fixed
         assert least > budget
         return
-    assert set(chosen) == {one.name for one in layers}
+    assert set(chosen) == set(layers)
     spent = 2 * fixed + bytes_of(layers, chosen)
     assert spent <= budget
-    wider = [(one, w) for one in layers for (v, _), (w, _) in itertools.pairwise(WIDTHS) if v == chosen[one.name]]
-    assert all(spent + w.wire_bytes(one.numel) - chosen[one.name].wire_bytes(one.numel) > budget for one, w in wider)
+    wider = [(name, w) for name in layers for (v, _), (w, _) in itertools.pairwise(WIDTHS) if v == chosen[name]]
+    costs = [w.wire_bytes(numels[name]) - chosen[name].wire_bytes(numels[name]) for name, w in wider]
+    assert all(spent + cost > budget for cost in costs)
 
 
-def best(layers: Sequence[Layer], budget: float) -> float:
+def best(layers: Layers, budget: float) -> float:
     """The least loss of all assignments inside a budget."""
     found = math.inf
     for widths in itertools.product([w for w, _ in WIDTHS], repeat=len(layers)):
-        chosen = {one.name: width for one, width in zip(layers, widths, strict=True)}
+        chosen = dict(zip(layers, widths, strict=True))
         if bytes_of(layers, chosen) <= budget:
             found = min(found, lost_by(layers, chosen))
     return found
@@ -368,14 +368,14 @@ def best(layers: Sequence[Layer], budget: float) -> float:
 @generated(25)
 @given(st.lists(st.tuples(st.integers(1024, 20_000), st.floats(1e-2, 1e2)), min_size=1, max_size=4), st.floats(1.5, 7))
 def test_dealt_bits_are_the_best_up_to_one_upgrade(rows: list[tuple[int, float]], bits: float) -> None:
-    layers = [layer(f"p{i}", *row) for i, row in enumerate(rows)]
+    layers = named(rows)
     chosen = deal_bits(layers, 0, 0, bits)
-    optimum = best(layers, bits / 8 * sum(one.numel for one in layers))
+    optimum = best(layers, bits / 8 * sum(numel for numel, _ in rows))
     order = [w for w, _ in WIDTHS]
     upgrades = [
-        one.lost / LOSS[one.codec] * (LOSS[chosen[one.name]] - LOSS[order[order.index(chosen[one.name]) + 1]])
-        for one in layers
-        if chosen[one.name] != order[-1]
+        squares * (LOSS[chosen[name]] - LOSS[order[order.index(chosen[name]) + 1]])
+        for name, (_, squares) in layers.items()
+        if chosen[name] != order[-1]
     ]
     assert optimum <= lost_by(layers, chosen) * (1 + 1e-9)
     assert lost_by(layers, chosen) <= optimum + max(upgrades, default=0.0) + 1e-9
@@ -386,7 +386,8 @@ def test_the_codec_in_which_an_error_was_measured_is_taken_into_account() -> Non
     rows = [(4096, 1.0), (8192, 50.0), (2048, 3.0)]
     found = []
     for measured in (Lloyd(1), Lloyd(4), BlockInt(8)):
-        found.append(deal_bits([layer(f"p{i}", *row, measured) for i, row in enumerate(rows)], 0, 0, 2.7))
+        seen = [(numel, auto.squares_of(measured, energy * LOSS[measured])) for numel, energy in rows]
+        found.append(deal_bits(named(seen), 0, 0, 2.7))
     assert found[0] == found[1] == found[2]
 
 
@@ -394,16 +395,16 @@ def test_a_budget_that_is_impossible_says_what_is_needed() -> None:
     with pytest.raises(
         CodecError, match=r"1.2 bits per element are too few: exempt fewer parameters, or ask for "
     ) as raised:
-        deal_bits([layer("p", 4096, 1.0)], 4000, 2000, 1.2)
+        deal_bits({"p": (4096, 1.0)}, 4000, 2000, 1.2)
     least = float(str(raised.value).rsplit(" ", 1)[1])
-    assert deal_bits([layer("p", 4096, 1.0)], 4000, 2000, least + 0.01) == {"p": Lloyd(1)}
+    assert deal_bits({"p": (4096, 1.0)}, 4000, 2000, least + 0.01) == {"p": Lloyd(1)}
     with pytest.raises(CodecError, match="ask for 16"):
-        deal_bits([], 1600, 800, 2.5)
-    assert deal_bits([], 100, 800, 1.1) == deal_bits([], 0, 0, 2) == {}, "nothing to choose is no error"
+        deal_bits({}, 1600, 800, 2.5)
+    assert deal_bits({}, 100, 800, 1.1) == deal_bits({}, 0, 0, 2) == {}, "nothing to choose is no error"
 
 
 def test_layers_without_error_still_get_a_width() -> None:
-    layers = [Layer("a", 5000, Lloyd(2), 0.0), Layer("b", 5000, Lloyd(2), 1.0)]
+    layers = {"a": (5000, 0.0), "b": (5000, 1.0)}
     chosen = deal_bits(layers, 0, 0, 2.5)
     assert bytes_of(layers, chosen) <= 2.5 / 8 * 10_000
     assert chosen["b"] != Lloyd(1)
@@ -471,10 +472,11 @@ def test_a_decision_is_a_function_of_options_step_and_agreement(
     policy: Policy, step: int, agreed: dict[str, Any], want: tuple[str, str, bool]
 ) -> None:
     for _ in range(2):  # nothing is remembered in between
-        known = Agreed(**agreed)
-        chosen, feedback = policy.travels(step, known, "w", WIDE)
-        assert (str(chosen), feedback, policy.is_weighed(step, known, "w", WIDE)) == want
-        policy.travels(step + 100, Agreed("adaptive", True, BOTH, Lloyd(1)), "v", WIDE)
+        then = dataclasses.replace(policy, step=step, **agreed)
+        chosen, feedback = then.travels("w", WIDE)
+        assert (str(chosen), feedback, then.is_weighed("w", WIDE)) == want
+        later = dataclasses.replace(policy, step=step + 100, **ADAM, shared=BOTH, candidate=Lloyd(1))
+        later.travels("v", WIDE)
 
 
 # --- decisions from step to step --------------------------------------------------------------------------------------
@@ -524,7 +526,7 @@ def test_int8_travels_until_the_optimizer_of_every_parameter_is_known() -> None:
     for step, feedback in enumerate(("", "classic", "classic")):
         begin(four, step)
         assert travels(four)[1] == feedback, "4 bits before Muon"
-    families = [decisions("lloyd2", optimizer=some).agreed.family for some in (both, both[1:], both[2:])]
+    families = [decisions("lloyd2", optimizer=some).policy.family for some in (both, both[1:], both[2:])]
     assert families == ["muon", "adaptive", "linear"]
 
 
@@ -543,7 +545,7 @@ def test_a_race_that_a_schedule_leaves_is_over() -> None:
     for step in range(12):
         begin(made, step)
         travels(made)
-        settings.append(made.setting)
+        settings.append(made.policy.setting)
         assert (made.race is not None) == (step < 5)
         assert made.measuring == (step in (5, 10) if step >= 5 else made.measuring)  # what begins is measured
     assert [a == b for a, b in itertools.pairwise(settings)][4:] == [False] + [True] * 6, "any other codec is another"

@@ -123,7 +123,7 @@ class RehearsedRanks:
         """Decide for `step`, and begin a sum for each group of parameters."""
         errors = self.errors
         self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
-        fixed = self.chooser.setting, [[id(p) for p in group] for group in groups]
+        fixed = self.chooser.policy.setting, [[id(p) for p in group] for group in groups]
         if fixed != self._made_of:
             self._made_of = fixed
             self.buckets = [RehearsedBucket(group, self, self._algorithm) for group in groups]

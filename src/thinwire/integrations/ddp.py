@@ -9,7 +9,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -65,15 +65,14 @@ class DDPState(Handle):
         check_known("compress_ddp", DDPKeywords, options)
         asked = DDPOptions(codec, **options)
         self.process_group = process_group
-        # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
-        self.options = replace(asked, optimizer=asked.family)
         self.step = 0
         self._names = ParameterNames()
+        self._chooser = Chooser(asked, self._names, whole=True)
+        self.options = self._chooser.policy.options
         if model is not None:
             self.name_parameters(model)
         elif asked.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
-        self._chooser = Chooser(asked, self._names, whole=True)
         self._sync = GradientSync(asked, self._chooser)
         self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
@@ -160,7 +159,7 @@ class DDPState(Handle):
             return
         if self.process_group is None and self._sync.group is None:
             self._check_world()
-        if self._chooser.weighs and self.step > 0:
+        if self._chooser.policy.weighs and self.step > 0:
             # In or after a Join, ranks may have taken different numbers of steps.
             self._chooser.moments.uneven = any(model._join_config.enable for model in self._models_hooked())
         self._sync.begin_step(group, self.step, device)

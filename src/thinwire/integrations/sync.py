@@ -90,7 +90,6 @@ class GradientSync:
         self._options_text = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
-        self.measuring = False  # whether this step measures errors
         self._step = 0
         self._began = 0.0  # time at which the step began
         self._buckets: dict[object, BucketPlan] = {}  # by all that a plan depends on
@@ -113,11 +112,10 @@ class GradientSync:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(torch_verbs.agree, "decide", (group, *self.peers), device)
         news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
-        self.measuring = self.chooser.measuring
         if self.chooser.raced:  # drop what the codecs that lost remember
             self.memories.load({}, {}, self.memories.kinds)
-        if self.chooser.raced or self.chooser.setting != self._setting:
-            self._setting = self.chooser.setting
+        if self.chooser.raced or self.chooser.policy.setting != self._setting:
+            self._setting = self.chooser.policy.setting
             self._buckets.clear()
         if news and group.rank() == 0:
             announce(news)
@@ -136,7 +134,7 @@ class GradientSync:
             self.tally.sent(bucket.plain_bytes)
             return _plainly(gradients.buffer, output, group)
         streamed = bucket.streamed
-        if streamed is not None and not self.measuring:
+        if streamed is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             channel = bucket.message.channel
             call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
@@ -144,7 +142,7 @@ class GradientSync:
             return channel.launch(streamed, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
         undo = gradients.weigh and gradients.weigh()
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
-        watches = [self.errors.watch(n.pieces, output.device) if self.measuring else None for n in bucket.lanes]
+        watches = [self.errors.watch(n.pieces, output.device) if self.chooser.measuring else None for n in bucket.lanes]
         hooks = [(carry, watch, self.tally.checked) for carry, watch in zip(bucket.carries, watches, strict=True)]
         stages: list[tuple[int, float, float]] = []
         meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
@@ -227,7 +225,7 @@ def stats_of(
     numel = sum(count for count, _ in coded)
     return Stats(
         steps=steps,
-        codec=str(chooser.policy.schedule),
+        codec=str(chooser.policy.options.schedule),
         feedback=chooser.feedback_in_use(used),
         chosen=chooser.why,
         bytes_sent=tally.bytes_sent,

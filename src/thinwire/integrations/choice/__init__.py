@@ -1,8 +1,8 @@
 """Which codec and feedback every parameter has at a step.
 
-`Policy` is the one place that decides: a pure function of the options, the step and what ranks have agreed on
-(`Agreed`). `Chooser` brings that agreement about: it times codecs, sums errors over ranks and notes optimizers. All
-ranks decide alike, because they use the same step numbers and sums over ranks, never their own measurements.
+`Policy` is the one place that decides: a pure function of the options, the step and what ranks have agreed on.
+`Chooser` brings that agreement about: it times codecs, sums errors over ranks and notes optimizers. All ranks decide
+alike, because they use the same step numbers and sums over ranks, never their own measurements.
 
 options.py: what the user asked for. auto.py: what "auto" and "auto:2.5" make of measurements. moments.py: which
 optimizers step the parameters, and gradients in Adam's units.
@@ -32,9 +32,14 @@ _MAX_WAIT = 30  # steps to wait for that optimizer; a GradScaler may skip the fi
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What ranks have agreed on, apart from the options; the same on all of them."""
+class Policy:
+    """What every parameter travels in at one step: the options, the step and what ranks have agreed on."""
 
+    options: DDPOptions
+    whole: bool = False  # every rank has all of every parameter's moments, so that gradients may be weighed by them
+    outer: bool = False  # the gradients are outer gradients of DiLoCo
+    step: int = 0
+    # What ranks have agreed on: the same on all of them.
     family: str | None = None  # of the optimizers
     keeps_moments: bool = False  # whether one of them keeps second moments
     shared: frozenset[str] | None = frozenset()  # parameters whose moments all ranks have; None: none will be found
@@ -42,122 +47,128 @@ class Agreed:
     fastest: Codec | None = None  # of "auto": the codec that was chosen
     widths: Mapping[str, Codec] | None = None  # of "auto:2.5", by parameter, once they were dealt
 
+    @property
+    def feedback(self) -> str:
+        """The feedback that was asked for; a mesh has none."""
+        return self.options.feedback if self.options.mesh is None else "none"
 
-class Policy:
-    """The options as a pure function of the step and of what ranks have agreed on.
-
-    whole: every rank has all of every parameter's moments, so that gradients may be weighed by them.
-    outer: the gradients are outer gradients of DiLoCo.
-    """
-
-    def __init__(self, options: DDPOptions, *, whole: bool = False, outer: bool = False) -> None:
-        self.schedule = options.schedule
-        self.rules = options.rules
-        self.feedback = options.feedback if options.mesh is None else "none"
-        self.weigh = options.weigh if whole and self.feedback not in KINDS else "none"  # never what has feedback
-        self.outer = outer
+    @property
+    def weigh(self) -> str:
+        """As it was asked for; what has feedback is never weighed."""
+        return self.options.weigh if self.whole and self.feedback not in KINDS else "none"
 
     @functools.cached_property
     def few_bits(self) -> bool:
         """Whether anything travels in fewer than 4 bits."""
-        choices = [*self.schedule.choices, *self.rules.codecs]
+        choices = [*self.options.schedule.choices, *self.options.rules.codecs]
         if any(isinstance(choice, Auto) and choice.bits is not None and choice.bits < 4 for choice in choices):
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in leaves(choice)]
         return any(feedback_of("auto", leaf, None) is None for leaf in found)
 
-    def needs_family(self, agreed: Agreed) -> bool:
+    @property
+    def needs_family(self) -> bool:
         """Whether any feedback depends on an optimizer that is not known."""
-        return self.feedback == "auto" and agreed.family is None and self.few_bits
+        return self.feedback == "auto" and self.family is None and self.few_bits
 
-    def base(self, step: int, agreed: Agreed) -> Codec:
+    @functools.cached_property
+    def choice(self) -> Codec | Auto:
+        """The schedule's, at this step."""
+        return self.options.schedule.at(self.step)
+
+    @property
+    def budget(self) -> float | None:
+        """Bits per element of "auto:2.5", if it holds at this step."""
+        return self.choice.bits if isinstance(self.choice, Auto) else None
+
+    @functools.cached_property
+    def base(self) -> Codec:
         """The codec of parameters that no rule names, unless bits were dealt."""
-        choice = self.schedule.at(step)
-        if not isinstance(choice, Auto):
-            return choice
-        if choice.bits is not None:
-            return auto.start_width(choice.bits)
-        return agreed.candidate or agreed.fastest or Identity()
+        if not isinstance(self.choice, Auto):
+            return self.choice
+        if self.choice.bits is not None:
+            return auto.start_width(self.choice.bits)
+        return self.candidate or self.fastest or Identity()
 
-    def travels(self, step: int, agreed: Agreed, name: str, size: ParameterSize) -> tuple[Codec, str]:
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is compressed."""
+        return bool(self.widths) or not isinstance(self.base, Identity)
+
+    def travels(self, name: str, size: ParameterSize) -> tuple[Codec, str]:
         """The codec and the feedback ("" is none) of a parameter."""
-        base = self.base(step, agreed)
-        chosen = self.rules.codec_of(name, size.shape, size.dtype, (agreed.widths or {}).get(name, base))
-        feedback = self._feedback(step, agreed.family, chosen)
+        base = (self.widths or {}).get(name, self.base)
+        chosen = self.options.rules.codec_of(name, size.shape, size.dtype, base)
+        feedback = self._feedback(chosen)
         return (_INTERIM, "") if feedback is None else (chosen, feedback)
 
-    def _feedback(self, step: int, family: str | None, chosen: Codec) -> str | None:
+    def _feedback(self, chosen: Codec) -> str | None:
         if self.feedback != "auto":
-            return feedback_of(self.feedback, chosen, family)
-        choice = self.schedule.at(step)
-        budget = choice.bits if isinstance(choice, Auto) else None
-        if budget is not None and bits_of(chosen) < 16 and not isinstance(chosen, TopK):
+            return feedback_of(self.feedback, chosen, self.family)
+        if self.budget is not None and bits_of(chosen) < 16 and not isinstance(chosen, TopK):
             # Widths change during a run, and what is remembered must not be left behind: one rule for all of them.
-            chosen = auto.start_width(min(budget, 2.2)) if budget < 4 else Lloyd(4)
-        return feedback_of("auto", chosen, family, outer=self.outer)
+            chosen = auto.start_width(min(self.budget, 2.2)) if self.budget < 4 else Lloyd(4)
+        return feedback_of("auto", chosen, self.family, outer=self.outer)
 
-    def weighs(self, agreed: Agreed) -> bool:
+    @functools.cached_property
+    def weighs(self) -> bool:
         """Whether gradients are weighed by moments, or will be once all ranks have some."""
-        if self.weigh == "none" or agreed.shared is None:
+        if self.weigh == "none" or self.shared is None:
             return False
-        return self.weigh == "moments" or (self.few_bits and agreed.family == "adaptive" and agreed.keeps_moments)
+        return self.weigh == "moments" or (self.few_bits and self.family == "adaptive" and self.keeps_moments)
 
-    def is_weighed(self, step: int, agreed: Agreed, name: str, size: ParameterSize) -> bool:
+    def is_weighed(self, name: str, size: ParameterSize) -> bool:
         """Whether a parameter's gradients are weighed.
 
         Gradients with feedback are not: growing moments would multiply what it remembers, and grow further by it.
         """
-        if not self.weighs(agreed) or name not in (agreed.shared or ()) or size.dtype not in _WEIGHED:
+        if not self.weighs or name not in (self.shared or ()) or size.dtype not in _WEIGHED:
             return False
-        chosen, feedback = self.travels(step, agreed, name, size)
+        chosen, feedback = self.travels(name, size)
         return bits_of(chosen) < 16 and not feedback
 
-    def setting(self, step: int, agreed: Agreed) -> tuple[object, ...]:
+    @functools.cached_property
+    def setting(self) -> tuple[object, ...]:
         """A key that changes when any parameter's codec or feedback changes."""
-        widths = tuple((agreed.widths or {}).items())
-        return self.base(step, agreed), widths, agreed.family, self.weighs(agreed)
+        return self.base, tuple((self.widths or {}).items()), self.family, self.weighs
 
-    def remembered(self, agreed: Agreed, sizes: Mapping[str, ParameterSize]) -> dict[str, tuple[int, str]]:
+    def remembered(self, sizes: Mapping[str, ParameterSize]) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
-        least = replace(agreed, candidate=auto.CANDIDATES[-1])
-        for step in self.schedule.starts:
-            base = self.base(step, least)
+        for start in self.options.schedule.starts:
+            then = replace(self, step=start, candidate=auto.CANDIDATES[-1])
             for name, (shape, numel, dtype) in sizes.items():
-                kind = self._feedback(step, agreed.family, self.rules.codec_of(name, shape, dtype, base))
+                kind = then._feedback(self.options.rules.codec_of(name, shape, dtype, then.base))
                 if kind:
                     found[name] = numel, kind
         return found
 
 
 class Chooser:
-    """Makes ranks agree, at every step, on what `Policy` decides from."""
+    """Makes ranks agree, at every step, on the `policy` of that step."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False, outer: bool = False) -> None:
-        self.policy = Policy(options, whole=whole, outer=outer)
         self.moments = Moments(options.optimizers)
-        self.agreed = Agreed(options.family, self.moments.expected)
-        self.step = 0
+        # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
+        asked = replace(options, optimizer=options.family)
+        self.policy = Policy(asked, whole, outer, family=options.family, keeps_moments=self.moments.expected)
         self.race: auto.Race | None = None  # while steps are timed
         self.raced = False  # whether a race of codecs ended with the last step
+        self.measuring = False  # whether the errors of this step are measured
         self.why = ""  # why "auto" chose what it did
         self._names = names
         self.sizes = names.sizes  # of the parameters whose gradients travel
-        self._replan_every = options.replan_every
-        self._measure_every = options.measure_every
-        self._error_budget = options.error_budget or (0.05 if options.family == "muon" else 0.15)
         self._warned = False  # whether the log says that int8 travels meanwhile
         self._measured: object = None  # the setting of the last measured step
-        self._fresh = False  # whether no step under the present setting was measured yet
         self._weighed: dict[Names, list[int]] = {}  # results of `weighed`, while `_weighed_by` holds
         self._weighed_by: object = None
         expects = self.policy.weigh == "auto" and self.policy.few_bits and not self.moments.expected
-        if self.policy.needs_family(self.agreed) or expects:
+        if self.policy.needs_family or expects:
             self.moments.watch(names)
 
     def check_family(self, function: str) -> None:
         """Raise where a blank state would depend on an optimizer that is not known."""
-        if self.policy.needs_family(self.agreed):
+        if self.policy.needs_family:
             raise CollectiveError(
                 "which feedback there is to load depends on the optimizer, and none was seen yet: "
                 f"pass optimizer= to {function}, or name the feedback"
@@ -170,33 +181,31 @@ class Chooser:
         """
         if self.race is not None:
             self.race.ended(seconds, error)
-        before = self.policy.schedule.at(self.step)
-        choice = self.policy.schedule.at(step)
-        budget = self._budget  # of the last step
-        due = self.agreed.widths is None or (step - 1) % self._replan_every == 0
-        if errors and budget is not None and due:
-            self._deal_bits(errors, budget, agree)
+        last = self.policy
+        replan_every = last.options.replan_every
+        if errors and last.budget is not None and (last.widths is None or (step - 1) % replan_every == 0):
+            self._deal_bits(errors, last.budget, agree)
         news = self._agree_on_family(step, agree) if self.moments.watching and step > 0 else ""
-        if step > 0 and self.policy.weighs(self.agreed):
+        if step > 0 and self.policy.weighs:
             found = self._agree_on_moments(agree)
             news = news or found
-        if choice != before:  # measurements under another entry of the schedule do not count
+        self._update(step=step)
+        if self.policy.choice != last.choice:  # measurements under another entry of the schedule do not count
             self.race = None
             self._update(widths=None)
-        self.step = step
-        chosen = self._run_race(agree) if choice == Auto() else ""
+        chosen = self._run_race(agree) if self.policy.choice == Auto() else ""
         self.raced = bool(chosen)
         self._update(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
-        if self._weighed_by != (self.setting, self.agreed.shared):
-            self._weighed_by = self.setting, self.agreed.shared
+        if self._weighed_by != (self.policy.setting, self.policy.shared):
+            self._weighed_by = self.policy.setting, self.policy.shared
             self._weighed.clear()
-        self._fresh = self.setting != self._measured
+        self.measuring = self._measures()
         if self.measuring:
-            self._measured = self.setting
+            self._measured = self.policy.setting
         return chosen or news
 
     def _update(self, **news: Any) -> None:
-        self.agreed = replace(self.agreed, **news)
+        self.policy = replace(self.policy, **news)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Choose every parameter's bits by the errors of all ranks."""
@@ -204,14 +213,14 @@ class Chooser:
         summed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
         if not all(math.isfinite(value) for value in summed):
             return  # a step with NaN or Inf says nothing about errors
-        layers = []
+        layers = {}
         fixed_bytes = 0
         fixed_numel = 0
         for name, lost in zip(names, summed, strict=True):
             size = self.sizes[name]
-            rule = self.policy.rules.fixed(name, size.shape, size.dtype)
+            rule = self.policy.options.rules.fixed(name, size.shape, size.dtype)
             if rule is None:
-                layers.append(auto.Layer(name, size.numel, self._travels(name)[0], lost))
+                layers[name] = size.numel, auto.squares_of(self.policy.travels(name, size)[0], lost)
             else:
                 fixed_bytes += rule.pick(name, size.shape).wire_bytes(size.numel)
                 fixed_numel += size.numel
@@ -227,13 +236,13 @@ class Chooser:
         local = [float(known), float(waiting), float(self.moments.expected)]
         shared, someone_waits, expects = agree(local, dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _MAX_WAIT:
-            asked = self.agreed.family
+            asked = self.policy.family
             family = asked or (FAMILIES[int(shared) - 1] if shared else "adaptive")
             self._update(family=family, keeps_moments=bool(expects))
             self.moments.stop()
             if not shared and not asked:
                 return f"no optimizer was seen in {step} steps: an adaptive one is assumed, pass optimizer= if not"
-        elif self.policy.needs_family(self.agreed) and not self._warned:
+        elif self.policy.needs_family and not self._warned:
             self._warned = True
             return (
                 f"{_INTERIM} travels instead of 1 to 3 bits until an optimizer has stepped every parameter, for "
@@ -248,80 +257,56 @@ class Chooser:
         return "gradients are not weighed by second moments: not all ranks have the same" if given_up else ""
 
     def _run_race(self, agree: Agree) -> str:
-        if self.agreed.fastest is None and self.race is None:
+        if self.policy.fastest is None and self.race is None:
             self.race = auto.Race()
         if self.race is None or not self.race.over:
             return ""
-        fastest, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._error_budget)
+        options = self.policy.options
+        error_budget = options.error_budget or (0.05 if options.family == "muon" else 0.15)
+        fastest, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), error_budget)
         self._update(fastest=fastest)
         self.race = None
         return f"codec='auto' chose {self.why}"
 
-    @property
-    def measuring(self) -> bool:
-        """Whether the errors of this step are measured."""
+    def _measures(self) -> bool:
+        policy, step = self.policy, self.policy.step
         if self.race is not None:
             return self.race.measures_error
-        if self._budget is not None and (self.agreed.widths is None or self.step % self._replan_every == 0):
+        if policy.budget is not None and (policy.widths is None or step % policy.options.replan_every == 0):
             return True
-        every = self._measure_every
-        return every > 0 and (self._fresh or self.step % every == 0)
-
-    @property
-    def _budget(self) -> float | None:
-        """Of "auto:2.5", if it holds at this step."""
-        choice = self.policy.schedule.at(self.step)
-        return choice.bits if isinstance(choice, Auto) else None
-
-    @property
-    def setting(self) -> tuple[object, ...]:
-        """A key that changes when any parameter's codec or feedback changes."""
-        return self.policy.setting(self.step, self.agreed)
-
-    @property
-    def compresses(self) -> bool:
-        """Whether anything is compressed at this step."""
-        return bool(self.agreed.widths) or not isinstance(self.policy.base(self.step, self.agreed), Identity)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether gradients are weighed by moments, or will be once all ranks have some."""
-        return self.policy.weighs(self.agreed)
+        every = policy.options.measure_every
+        return every > 0 and (policy.setting != self._measured or step % every == 0)
 
     def weighed(self, names: Names) -> list[int]:
         """Which of these parameters' gradients are weighed at this step."""
         if names not in self._weighed:
-            sizes = self.sizes
-            able = functools.partial(self.policy.is_weighed, self.step, self.agreed)
-            self._weighed[names] = [i for i, name in enumerate(names) if name in sizes and able(name, sizes[name])]
+            known = [(i, name, self.sizes[name]) for i, name in enumerate(names) if name in self.sizes]
+            self._weighed[names] = [i for i, name, size in known if self.policy.is_weighed(name, size)]
         return self._weighed[names]
 
     def feedback_in_use(self, used: Iterable[str]) -> str:
         """The kinds of feedback that lanes use, "+moments" if gradients are weighed; or "none"."""
         found = "+".join(sorted({*used} - {""})) or "none"
-        return f"{found}+moments" if self.weighs and any(self._weighed.values()) else found
+        return f"{found}+moments" if self.policy.weighs and any(self._weighed.values()) else found
 
     def spec(self, name: str, size: ParameterSize) -> LaneSpec:
         """How one parameter travels, as a lane of its own would."""
         self.sizes[name] = size
-        chosen, feedback = self._travels(name)
+        chosen, feedback = self.policy.travels(name, size)
         return LaneSpec(size.numel, chosen, first_phase(chosen, feedback), feedback)
-
-    def _travels(self, name: str) -> tuple[Codec, str]:
-        return self.policy.travels(self.step, self.agreed, name, self.sizes[name])
 
     def remembered(self) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
-        return self.policy.remembered(self.agreed, self.sizes)
+        return self.policy.remembered(self.sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        agreed = self.agreed
+        policy = self.policy
         return {
-            "optimizer": agreed.family or "",
-            "moments": agreed.keeps_moments,
-            "chosen": "" if agreed.fastest is None else str(agreed.fastest),
+            "optimizer": policy.family or "",
+            "moments": policy.keeps_moments,
+            "chosen": "" if policy.fastest is None else str(policy.fastest),
             "why": self.why,
-            "widths": [[name, str(chosen)] for name, chosen in (agreed.widths or {}).items()],
+            "widths": [[name, str(chosen)] for name, chosen in (policy.widths or {}).items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
@@ -329,15 +314,14 @@ class Chooser:
         family = str(state["optimizer"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
-        self._update(candidate=None, fastest=fastest, widths=widths, shared=frozenset())
+        self._update(step=max(0, step - 1), candidate=None, fastest=fastest, widths=widths, shared=frozenset())
         self.moments.forget()
         if family:  # an optimizer that this run names, or has seen, takes precedence
-            moments = self.agreed.keeps_moments or bool(state.get("moments"))
-            self._update(family=self.agreed.family or family, keeps_moments=moments)
+            moments = self.policy.keeps_moments or bool(state.get("moments"))
+            self._update(family=self.policy.family or family, keeps_moments=moments)
             self.moments.stop()
         self.race = None
         self.why = str(state["why"])
-        self.step = max(0, step - 1)
 
 
 def leaves(chosen: Codec) -> list[Codec]:

@@ -92,30 +92,34 @@ WIDTHS: tuple[tuple[Codec, float], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A parameter whose bits may be chosen."""
-
-    name: str
-    numel: int
-    codec: Codec  # in which its error was measured
-    lost: float  # sum over elements and ranks of the squared error
+def squares_of(codec: Codec, lost: float) -> float:
+    """The sum of squares of numbers of which a width has `lost` so much."""
+    return lost / dict(WIDTHS)[codec]
 
 
-def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits: float) -> Mapping[str, Codec]:
-    """The codec of every layer: least squared error in all, at most `bits` per element on average.
+def deal_bits(
+    layers: Mapping[str, tuple[int, float]], fixed_bytes: int, fixed_numel: int, bits: float
+) -> dict[str, Codec]:
+    """The codec of every layer, by its elements and their sum of squares: least error, `bits` per element on average.
 
     `fixed_bytes` are those of parameters that have no choice (exemptions, rules). From the smallest width up, the bytes
     go where each buys the largest drop of error: widths lose less and less, so this is the best, up to one upgrade.
     """
-    numel = fixed_numel + sum(layer.numel for layer in layers)
-    budget = bits / 8 * numel - fixed_bytes
-    width = dict.fromkeys(range(len(layers)), 0)
-    spent = sum(_bytes(layer, 0) for layer in layers)
+    numels, squares = [n for n, _ in layers.values()], [square for _, square in layers.values()]
+    budget = bits / 8 * (fixed_numel + sum(numels)) - fixed_bytes
+    width = [0] * len(layers)
+    spent = sum(map(WIDTHS[0][0].wire_bytes, numels))
     if spent > budget:
-        least = 8 * (spent + fixed_bytes) / max(numel, 1)
+        least = 8 * (spent + fixed_bytes) / max(fixed_numel + sum(numels), 1)
         raise CodecError(f"{bits:g} bits per element are too few: exempt fewer parameters, or ask for {least:.3g}")
-    heap = [_upgrade(layer, i, 0) for i, layer in enumerate(layers)]
+
+    def upgrade(i: int) -> tuple[float, int, int]:
+        """(minus the drop of error per byte, layer, bytes) of the layer's next width."""
+        (now, loses), (wider, loses_less) = WIDTHS[width[i] : width[i] + 2]
+        cost = max(1, wider.wire_bytes(numels[i]) - now.wire_bytes(numels[i]))
+        return -squares[i] * (loses - loses_less) / cost, i, cost
+
+    heap = [upgrade(i) for i in range(len(layers))]
     heapq.heapify(heap)
     while heap:
         _, i, cost = heapq.heappop(heap)
@@ -124,19 +128,8 @@ def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits:
         spent += cost
         width[i] += 1
         if width[i] + 1 < len(WIDTHS):
-            heapq.heappush(heap, _upgrade(layers[i], i, width[i]))
-    return {layer.name: WIDTHS[width[i]][0] for i, layer in enumerate(layers)}
-
-
-def _bytes(layer: Layer, width: int) -> int:
-    return WIDTHS[width][0].wire_bytes(layer.numel)
-
-
-def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
-    """(minus the drop of error per byte, index, bytes) of the next width."""
-    cost = max(1, _bytes(layer, width + 1) - _bytes(layer, width))
-    whole = layer.lost / dict(WIDTHS)[layer.codec]
-    return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost
+            heapq.heappush(heap, upgrade(i))
+    return {name: WIDTHS[at][0] for name, at in zip(layers, width, strict=True)}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """What the user asked for: codecs, schedules, rules by name and the options of compress_ddp, checked once."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -246,7 +247,7 @@ class DDPOptions:
         if self.algorithm == "two_phase":
             check_recodes([one for one in self.schedule.choices if isinstance(one, Codec)], "algorithm='two_phase'")
 
-    @property
+    @functools.cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.codec, self.warmup_steps)
 
@@ -267,7 +268,7 @@ class DDPOptions:
             written["mesh"] = f"{self.nodes.mesh.mesh.tolist()} in {self.nodes.inside}"
         return ", ".join(f"{name}={value}" for name, value in sorted(written.items()))
 
-    @property
+    @functools.cached_property
     def rules(self) -> Rules:
         return Rules(self.exempt, self.policy)
 

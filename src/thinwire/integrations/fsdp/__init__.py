@@ -123,7 +123,7 @@ class FSDPState(Handle):
             # The choice for replicas also holds inside a node: make it before the first sum there.
             self._sync.expect(given, now=call.sums_replicas)
             self._sync.begin(group.replicas, call.gradients[0].device)
-            if call.sums_replicas and self._chooser.compresses and call.dtype in DTYPES:
+            if call.sums_replicas and self._chooser.policy.compresses and call.dtype in DTYPES:
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))
             elif call.sums_replicas:
                 numel = sum(parameter.numel for parameter in self._expected)
@@ -157,7 +157,7 @@ class FSDPState(Handle):
         """Reduce over shards; False if torch has to do it."""
         scale = checks.reduction(op).scale(group.size())
         self._shards.begin(group, input.device)
-        if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.compresses):
+        if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.policy.compresses):
             self._shards.tally.sent((group.size() - 1) * output.nbytes)
             return False
         return self._shards.scatter(output, input, self._expected, group, scale)

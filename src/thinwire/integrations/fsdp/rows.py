@@ -171,7 +171,7 @@ class ShardSync(GradientSync):
         if rows.message is None:
             self.tally.sent(rows.plain_bytes)
             return False
-        as_program = rows.message.program is not None and not self.measuring
+        as_program = rows.message.program is not None and not self.chooser.measuring
         hooks = None if as_program else self._hooks(rows, group.size(), input.device)
         note = self._next_note(input.device) if as_program else None
         given, result = input.view(group.size(), -1), output.view(1, -1)
@@ -188,7 +188,7 @@ class ShardSync(GradientSync):
 
     def _hooks(self, rows: BucketPlan, world: int, device: torch.device) -> list[LaneHooks]:
         pairs = zip(rows.lanes, rows.carries, strict=True)
-        if not self.measuring:
+        if not self.chooser.measuring:
             return [(carry, None, self.tally.checked) for _, carry in pairs]
         watch = self.errors.watch
         return [(carry, watch([*n.pieces] * world, device), self.tally.checked) for n, carry in pairs]
