@@ -1,7 +1,7 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
-tile.py describes how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are
-the kernels of the codecs; launch.py starts them in the configuration that tuning.py chooses, and compiling.py compiles
+tile.py describes how a program holds its blocks. encode_blocks.py, decode_blocks.py and plain.py are the
+kernels of the codecs; launch.py starts them in the configuration that tuning.py chooses, and compiling.py compiles
 several at once. fake.py and fake_launch.py are the same for fake quantization. Under Triton's interpreter
 (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests, which emulate the PTX in them (tests/interpreted.py).
 """

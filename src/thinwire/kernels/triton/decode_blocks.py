@@ -1,8 +1,4 @@
-"""decode_sum of wires with blocks: the sum over ranks, rotated back where it was rotated.
-
-A program works on one tile of full blocks; the last one on the short last block, if there is one, and where a block is
-longer than a tile, every program on one block, piece by piece. So do those of encode_blocks.py and recode_blocks.py.
-"""
+"""decode_sum of wires with blocks: the sum over ranks, rotated back where it was rotated."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +6,8 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels import schema
-from thinwire.kernels.triton.frame import Norms, Stack, check_headers, wide
+from thinwire.kernels.triton.frame import Norms, check_headers, on_blocks
+from thinwire.kernels.triton.memory import wide
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, SIGN_BIT, bits_of, float_of
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import BF16_MAX, FLOAT_MAX
@@ -32,7 +29,7 @@ def decode_kernel(wire, out, levels, stack, rotation, norms, frame, T: tl.conste
         rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
         norms = Norms(tl.where(fine, norms.full, float("nan")), tl.where(fine, norms.tail, float("nan")))
     sink = Sink(out, out, out, out, 1.0, False, True, out, 0)
-    decode_blocks(sink, wire, stack, levels, rotation, norms, frame, T)
+    on_blocks(decode_blocks, (sink, wire, stack, levels, rotation, norms), frame, T)
 
 
 class Sink(NamedTuple):
@@ -50,32 +47,16 @@ class Sink(NamedTuple):
 
 
 @triton.jit
-def decode_blocks(sink, wire, stack, levels, rotation, norms, frame, T: tl.constexpr):
-    """Decode the program's blocks of a stack of wires into the sink."""
-    stack = Stack(wide(stack.stride), stack.world)
-    program = tl.program_id(0)
-    if program < tl.cdiv(frame.full, T.rows):
-        first = program.to(tl.int64) * T.rows
-        wires = wires_from(wire, stack, frame, levels, -1, first, T)
-        _decode(sink, wires, rotation, norms.full, first, frame.full, T.block, T.span, T)
-    elif T.tail:
-        is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
-        if is_last:
-            first = wide(frame.full)
-            wires = wires_from(wire, stack, frame, levels, -1, first, T)
-            end = frame.full + 1
-            _decode(sink, wires, rotation, norms.tail, first, end, frame.length, frame.span, T.ragged)
-
-
-@triton.jit
-def _decode(sink, wires, keys, norm, first, end, length, span, T: tl.constexpr):
-    """The blocks from `first` on, before `end`."""
+def decode_blocks(task, frame, blocks, T: tl.constexpr):
+    """Decode blocks of a stack of wires into the sink."""
+    sink, wire, stack, levels, rotation, norms = task
+    wires = wires_from(wire, stack, frame, levels, -1, blocks.first, T)
+    norm = norms.tail if T.loose else norms.full
     if T.loose and not T.gaussian:
-        span = wide(span)
-        for start in range(0, span, T.columns):
-            _decode_tile(sink, wires, keys, norm, piece(first, length, span, start, T, end), T)
+        for start in range(0, wide(blocks.span), T.columns):
+            _decode_tile(sink, wires, rotation, norm, piece(blocks, start, T, True), T)
     else:
-        _decode_tile(sink, wires, keys, norm, position(first, end, length, span, T), T)
+        _decode_tile(sink, wires, rotation, norm, position(blocks, T), T)
 
 
 @triton.jit

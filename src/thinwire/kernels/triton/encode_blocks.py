@@ -1,6 +1,7 @@
-"""encode of wires with blocks: codes and scales of x + residual, and what they leave for the next residual.
+"""encode and recode of wires with blocks: codes and scales, and what they leave for the next residual.
 
-Programs are those of decode_blocks.py. The first one also writes the header and the gaps between sections.
+What is encoded is x + residual, or, without leaving the rotated domain, the sum of some wires. The first program also
+writes the header and the gaps between sections.
 """
 
 from typing import Any, NamedTuple
@@ -9,13 +10,23 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import finish, leave
-from thinwire.kernels.triton.frame import sections, wide, write_frame
+from thinwire.kernels.triton.frame import check_headers, on_blocks, sections, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
-from thinwire.kernels.triton.memory import load_floats
-from thinwire.kernels.triton.numbers import INF_BITS, LOWER, domain_factor, float_of, size_bits, undo
+from thinwire.kernels.triton.memory import load_floats, wide
+from thinwire.kernels.triton.numbers import (
+    INF_BITS,
+    LIFT,
+    LOWER,
+    TINY_BITS,
+    UNLIFT,
+    domain_factor,
+    float_of,
+    size_bits,
+    undo,
+)
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
-from thinwire.kernels.triton.sums import is_huge, post_of, scale_size
+from thinwire.kernels.triton.sums import is_huge, post_of, scale_size, sum_any, summed, wires_from
 from thinwire.kernels.triton.tiles import (
     ALONE,
     CHANGE,
@@ -24,6 +35,7 @@ from thinwire.kernels.triton.tiles import (
     added,
     anywhere,
     fused,
+    kept,
     load,
     minus,
     piece,
@@ -38,7 +50,19 @@ def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr):
     """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
     if tl.program_id(0) == 0:
         write_frame(wire, frame, keys.rotation)
-    encode_blocks(Source(x, residual, residual, 1.0), wire, cells, keys, frame, T)
+    on_blocks(encode_blocks, (Source(x, residual, residual, 1.0), wire, cells, keys), frame, T)
+
+
+@triton.jit
+def recode_kernel(wire, out, levels, cells, stack, keys, scale, frame, T: tl.constexpr):
+    """out = encode(scale * sum of decode(wires)). Headers are checked as in decode_kernel."""
+    rotation = keys.rotation
+    if T.check:
+        rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
+        scale = tl.where(fine, scale, float("nan"))
+    if tl.program_id(0) == 0:
+        write_frame(out, frame, rotation)
+    on_blocks(_recode_blocks, (wire, out, levels, cells, stack, keys, scale), frame, T)
 
 
 class Source(NamedTuple):
@@ -48,55 +72,68 @@ class Source(NamedTuple):
     memory: Any
     left: Any
     factor: Any
+    last: Any = 0.0  # what stands past the end of a loose block
 
 
 @triton.jit
-def encode_blocks(source, wire, cells, keys, frame, T: tl.constexpr):
-    """Encode the program's blocks."""
-    program = tl.program_id(0)
-    if program < tl.cdiv(frame.full, T.rows):
-        first = program.to(tl.int64) * T.rows
-        target = sections(wire, frame, first, T)
-        if T.pieces:
-            _encode_pieces(source, target, keys.dither, first, wide(T.block), wide(T.span), T)
-        else:
-            tile_at = position(first, frame.full, T.block, T.span, T)
-            _encode_tile(source, target, cells, keys, frame.root, tile_at, T)
-    elif T.tail:
-        is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
-        if is_last:
-            first = wide(frame.full)
-            target = sections(wire, frame, first, T)
-            if T.ragged.pieces:
-                _encode_pieces(source, target, keys.dither, first, wide(frame.length), wide(frame.span), T.ragged)
-            else:
-                tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
-                _encode_tile(source, target, cells, keys, frame.tail_root, tail_at, T.ragged)
+def encode_blocks(task, frame, blocks, T: tl.constexpr):
+    """Encode blocks of a source."""
+    source, wire, cells, keys = task
+    target = sections(wire, frame, blocks.first, T)
+    if T.loose and T.affine:  # before a residual is written
+        x, memory, left, factor, _ = source
+        source = Source(x, memory, left, factor, _last(source, blocks, T))
+        tl.debug_barrier()
+    if T.pieces:
+        _put_pieces(_input, source, target, keys.dither, blocks, T, False)
+    else:
+        at = position(blocks, T)
+        root = frame.tail_root if T.loose else frame.root
+        tile, post = _input(source, at, T)
+        if T.loose and T.mode != ALONE:
+            tl.debug_barrier()  # several warps hold a short tile: none may store what another has still to load
+        read = put_tile(tile, post, target, cells, keys, root, at, T, T.mode != ALONE, False)
+        if T.mode != ALONE:
+            _store_left(source, tile, read, at, T)
 
 
 @triton.jit
-def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr):
-    last = 0.0
-    if T.loose and T.affine:
-        last = _last(source, at.first, at.length, T)
-    tile = _input(source, last, at, T)
-    if T.loose and T.mode != ALONE:
-        tl.debug_barrier()  # a short tile is held by several warps, and none may store what another has still to load
-    read = put_tile(tile, target, cells, keys, root, at, T, T.mode != ALONE)
-    if T.mode != ALONE:
-        _store_left(source, tile, read, at, T)
+def _recode_blocks(task, frame, blocks, T: tl.constexpr):
+    """Encode the sum of the wires' blocks, times `scale`."""
+    wire, out, levels, cells, stack, keys, scale = task
+    wires = wires_from(wire, stack, frame, levels, -1, blocks.first, T)
+    target = sections(out, frame, blocks.first, T)
+    if T.loose and not T.gaussian:
+        _put_pieces(_sum, (wires, scale), target, keys.dither, blocks, T, True)
+    else:
+        at = position(blocks, T)
+        tile, post, _unusual = summed(wires, at, T)
+        tile = kept(tile, at, 0.0, T) if T.gaussian else times(tile, scale)
+        put_tile(tile, post, target, cells, keys, scale, at, T, False, True)
 
 
 @triton.jit
-def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr):
-    """Write the scales and codes of a tile; what a decoder will make of them, if READ."""
+def put_tile(tile, post, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr, SUM: tl.constexpr):
+    """Write the scales and codes of a tile in the domain that `post` undoes; what a decoder will make of them, if READ.
+
+    SUM: it is a sum, and where it is rotated, times `root` is left to the scale.
+    """
     if T.gaussian:
-        scale, values = _put_lloyd(tile, target, cells, keys.rotation, root, at, T, READ)
+        tile, power, up, post, bad = in_domain(tile, post, T)
+        if SUM:
+            factor = tl.zeros((T.rows, T.columns), tl.float32) + root
+            bad = bad | (factor != factor)  # of wires that do not fit
+        if T.rotated and not SUM:  # by a transform that is not normalized: the energy is the mean square after it
+            tile = hadamard(flip(tile, keys.rotation, at, T), at, T)
+        else:
+            power = per_code(power, at, T)
+            root = root if SUM else 1.0
+        scale, values = put_levels(tile, power, up, post, bad, root, target, cells, at, T, READ)
         minimum = scale
     else:
         extent = extent_of(tile, at, T)
-        factor = domain_factor(extent.peak)
-        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, keys.dither, at, T)
+        factor, post = _domain_of(extent.peak, post, SUM)
+        scale, minimum, values = put_scaled(tile, extent, factor, post, target, keys.dither, at, T)
     if READ:
         return _decoded(values, scale, minimum, root, keys.rotation, at, T)
     else:
@@ -104,36 +141,52 @@ def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.cons
 
 
 @triton.jit
-def _encode_pieces(source, target, dither, first, length, span, T: tl.constexpr):
-    """A block longer than a tile: once for its scale, once for its codes."""
-    last = 0.0
-    if T.affine:  # before a residual is written
-        last = _last(source, first, length, T)
-        tl.debug_barrier()
+def _put_pieces(read: tl.constexpr, source, target, dither, blocks, T: tl.constexpr, SUM: tl.constexpr):
+    """A block that is longer than a tile, or a short one: once for its scale, once for its codes."""
     extent = no_extent(T)
-    for start in range(0, span, T.columns):
-        at = piece(first, length, span, start, T)
-        extent = widened(extent, extent_of(_input(source, last, at, T), at, T))
-    factor = domain_factor(extent.peak)
-    for start in range(0, span, T.columns):
-        at = piece(first, length, span, start, T)
-        tile = _input(source, last, at, T)
-        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, dither, at, T)
+    post = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    for start in range(0, wide(blocks.span), T.columns):
+        at = piece(blocks, start, T)
+        tile, post = read(source, at, T)
+        extent = widened(extent, extent_of(tile, at, T))
+    factor, post = _domain_of(extent.peak, post, SUM)
+    for start in range(0, wide(blocks.span), T.columns):
+        at = piece(blocks, start, T)
+        tile, _ = read(source, at, T)
+        scale, minimum, values = put_scaled(tile, extent, factor, post, target, dither, at, T)
         if T.mode != ALONE:
-            read = _decoded(values, scale, minimum, 1.0, (0, 0), at, T)
-            _store_left(source, tile, read, at, T)
+            _store_left(source, tile, _decoded(values, scale, minimum, 1.0, (0, 0), at, T), at, T)
 
 
 @triton.jit
-def _input(source, last, at, T: tl.constexpr):
-    """The numbers; past the end of a loose block zeros, or its `last` element where a zero would widen its range."""
+def _domain_of(peak, post, SUM: tl.constexpr):
+    """(factor, post): what leads into a block's domain, and undoes it. A sum leaves the middle domain only upwards."""
+    if SUM:
+        tiny = (peak < TINY_BITS) & (peak > 0) & (post == 1)
+        return tl.where(tiny, LIFT, 1.0), tl.where(tiny, UNLIFT, post)
+    else:
+        factor = domain_factor(peak)
+        return factor, undo(factor)
+
+
+@triton.jit
+def _sum(source, at, T: tl.constexpr):
+    """(tile, post): a sum, as of pieces."""
+    wires, scale = source
+    z, post = sum_any(wires, at, T)
+    return times(z, scale), post
+
+
+@triton.jit
+def _input(source, at, T: tl.constexpr):
+    """(tile, post): the numbers; past a loose block zeros, or its last element where a zero would widen its range."""
     start = at.first * T.block
     tile = load(source.x + start, at, T)
     if T.mode != ALONE:
         tile = carried(tile, load(source.memory + start, at, T), source.factor, T.mode)
     if T.loose and T.affine:
-        tile = [tl.where(i * at.span + at.column < at.length, tile[i], last) for i in T.each]
-    return tile
+        tile = [tl.where(i * at.span + at.column < at.length, tile[i], source.last) for i in T.each]
+    return tile, tl.full((T.rows, T.columns), 1.0, tl.float32)
 
 
 @triton.jit
@@ -148,26 +201,14 @@ def carried(tile, memory, factor, MODE: tl.constexpr):
 
 
 @triton.jit
-def _last(source, first, length, T: tl.constexpr):
+def _last(source, blocks, T: tl.constexpr):
     """The last element of a block of what is encoded, everywhere."""
-    at = tl.zeros((T.rows, T.columns), tl.int32) + (length - 1)
-    last = load_floats(source.x + first * T.block, at, at >= 0, 1, True)
+    start = blocks.first * T.block
+    at = tl.zeros((T.rows, T.columns), tl.int32) + (wide(blocks.length) - 1)
+    last = load_floats(source.x + start, at, at >= 0, 1, True)
     if T.mode != ALONE:
-        last = carried(last, load_floats(source.memory + first * T.block, at, at >= 0, 1, True), source.factor, T.mode)
+        last = carried(last, load_floats(source.memory + start, at, at >= 0, 1, True), source.factor, T.mode)
     return last[0]
-
-
-@triton.jit
-def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """Rotate, then write codes and scales: (stored scale, values of the codes)."""
-    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    tile, power, up, post, bad = in_domain(tile, one, T)
-    if T.rotated:  # by a transform that is not normalized: the sum of squares is the mean square after it
-        tile = hadamard(flip(tile, keys, at, T), at, T)
-    else:
-        power = per_code(power, at, T)
-        root = 1.0
-    return put_levels(tile, power, up, post, bad, root, target, cells, at, T, VALUES)
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from thinwire import wire as wire_format
-from thinwire.kernels.triton.memory import store_words
-from thinwire.kernels.triton.tiles import load_bytes
+from thinwire.kernels.triton.memory import store_words, wide
+from thinwire.kernels.triton.tiles import Blocks, load_bytes
 
 KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # of the header's words; the next one is its upper half
 
@@ -80,9 +80,18 @@ def sections(wire, frame, first, T: tl.constexpr):
 
 
 @triton.jit
-def wide(number):
-    """The number in 64 bits: offsets of far blocks need more than 32."""
-    return tl.full((), 0, tl.int64) + number
+def on_blocks(work: tl.constexpr, task, frame, T: tl.constexpr):
+    """Call work(task, frame, blocks, T) for the program's blocks: a tile of full ones, or a short last one.
+
+    Where a block is longer than a tile, the program has one block, and works on it piece by piece.
+    """
+    program = tl.program_id(0)
+    if program < tl.cdiv(frame.full, T.rows):
+        work(task, frame, Blocks(program.to(tl.int64) * T.rows, frame.full, T.block, T.span), T)
+    elif T.tail:
+        is_last = (frame.length > 0) & (program == tl.cdiv(frame.full, T.rows))
+        if is_last:
+            work(task, frame, Blocks(wide(frame.full), frame.full + 1, frame.length, frame.span), T.ragged)
 
 
 @triton.jit

@@ -18,10 +18,9 @@ from thinwire.kernels import reference, trellis
 from thinwire.kernels.schema import CELLS, LLOYD, TRELLIS, Encoding, TrellisTable, decoding
 from thinwire.kernels.triton import INTERPRETED, plain, tuning
 from thinwire.kernels.triton.decode_blocks import decode_kernel
-from thinwire.kernels.triton.encode_blocks import encode_kernel
+from thinwire.kernels.triton.encode_blocks import encode_kernel, recode_kernel
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack
 from thinwire.kernels.triton.prepared import Prepared
-from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
 from thinwire.kernels.triton.tuning import Config
@@ -30,7 +29,7 @@ from thinwire.wire import Format, Kind, Layout
 MOST_UNROLLED = 8  # wires; sums of more are loops
 PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 PLAIN_WARPS = 8
-SHORT_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SMALL_NORM = 2.0**32  # times less, a sum of usual scales stays far inside bfloat16's range
 Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change from call to call, by name
 
@@ -46,8 +45,8 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     at = wire.data_ptr() % 16
     if not how.format.block:
         raw = residual is None and how.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
-        constants = {"GROUPED": grouped and at == 0, "RESIDUAL": residual is not None, "RAW": raw}
-        launch = plain_wires(plain.encode_plain, (layout,), x.device, **constants)
+        flags = {"grouped": grouped and at == 0, "residual": residual is not None, "raw": raw}
+        launch = plain_wires(plain.encode_plain, (layout,), x.device, **flags)
         launch(x=x, residual=carried, wire=wire, rows=Matrix(0, 0, 1, 0, -1))
         return
     op = "encode" if residual is None else "encode_residual"
@@ -64,7 +63,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     check = rotation is None
     if not format.block:
         grouped = _grouped(out) and at == 0
-        launch = plain_wires(plain.decode_plain, (layout,), out.device, GROUPED=grouped, COUNT=False, CHECK=check)
+        launch = plain_wires(plain.decode_plain, (layout,), out.device, grouped=grouped, check=check)
         rows = Matrix(0, *stack, short=0, skip=-1)
         launch(wire=wires_WN, rows=rows, out=out, source=out, bad=out, call=0, scale=float(scale))
         return
@@ -84,7 +83,7 @@ def recode(
     check = rotation is None
     given = {"wire": wires_WN, "stack": stack, "out": wire}
     if not how.format.block:
-        launch = plain_wires(plain.recode_plain, (layout,), wire.device, GROUPED=at == 0, OWN=False, CHECK=check)
+        launch = plain_wires(plain.recode_plain, (layout,), wire.device, grouped=at == 0, check=check)
         launch(**given, x=wire, part=Part(0, -1, 1.0, float(scale)))
         return
     config = tuning.choose("recode", how, torch.float32, wire.device, numel)
@@ -128,11 +127,12 @@ def blocks(
 
 @lru_cache(maxsize=4096)
 def plain_wires(
-    kernel: Any, layouts: tuple[Layout, ...], device: torch.device, known: Known = (), rows: int = 1, **constants: bool
+    kernel: Any, layouts: tuple[Layout, ...], device: torch.device, known: Known = (), rows: int = 1, **flags: bool
 ) -> Prepared:
     """A kernel of wires without blocks; layouts and rows as in `blocks`."""
     grid = max(1, -(-4 * layouts[0].numel // PLAIN_BYTES)), rows
-    constants = {"SHORT": SHORT_KINDS[layouts[0].plain_dtype], **constants}
+    P = plain.Plain(KINDS[layouts[0].plain_dtype], **flags)
+    constants = {"P": P if INTERPRETED else Constants(P)}
     return Prepared(kernel, device, grid, PLAIN_WARPS, frames(layouts) | dict(known), constants)
 
 
@@ -210,25 +210,25 @@ def roots(layout: Layout) -> tuple[float, float]:
 
 
 class Constants:
-    """A tile as Triton's compiler sees it: every attribute is a constant of the kernel."""
+    """A Tile or Plain as Triton's compiler sees it: every attribute is a constant of the kernel."""
 
-    def __init__(self, of: Tile) -> None:
-        self._tile = of
+    def __init__(self, of: Tile | plain.Plain) -> None:
+        self._of = of
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._tile, name)
+        value = getattr(self._of, name)
         if isinstance(value, tuple):
             return tl.tuple([tl.constexpr(v) for v in value])
         return tl.constexpr(Constants(value) if isinstance(value, Tile) else value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and self._tile == other._tile
+        return isinstance(other, Constants) and self._of == other._of
 
     def __hash__(self) -> int:
-        return hash(self._tile)
+        return hash(self._of)
 
     def __repr__(self) -> str:
-        return repr(self._tile)
+        return repr(self._of)
 
 
 def _grouped(x: Tensor) -> bool:

@@ -24,6 +24,12 @@ def filled(text, number):
     return text.replace("{}", str(number))
 
 
+@triton.jit
+def wide(number):
+    """The number in 64 bits: offsets of far blocks need more than 32."""
+    return tl.full((), 0, tl.int64) + number
+
+
 @triton.constexpr_function
 def load_text(nbytes):
     """PTX of a load of `nbytes` at the last operand but one, if the last is not 0."""

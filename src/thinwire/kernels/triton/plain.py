@@ -4,12 +4,15 @@ A program takes GROUPS times COLUMNS groups of four numbers; the first one also 
 are those of row_blocks.py; a single wire is a message of one row.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import note
-from thinwire.kernels.triton.frame import check_headers, wide, write_frame
-from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
+from thinwire.kernels.triton.frame import check_headers, write_frame
+from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words, wide
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
 from thinwire.kernels.triton.row_blocks import copy_row, picked
 from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes, times
@@ -19,159 +22,135 @@ GROUPS = tl.constexpr(4)
 PICKED = tl.constexpr(4096)  # numbers here and there in a tensor (rows.Picked), as many by one program
 
 
-@triton.jit
-def encode_plain(
-    x, residual, wire, rows, a, b,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
-):  # fmt: skip
-    """Row r of wire = x_r + residual_r in the format SHORT, all rows but `skip`; if RAW, the bytes of x.
+@dataclass(frozen=True)
+class Plain:
+    """What a kernel is compiled for."""
 
-    SHORT: float32, bfloat16, float16. With a residual there is one row.
-    """
+    kind: Any  # of a wire's numbers: tl.float32, tl.bfloat16 or tl.float16
+    grouped: bool = False  # True => four neighbors are read and written at once
+    raw: bool = False  # encode: True => the numbers are of this kind already, and their bytes are copied
+    residual: bool = False  # encode: True => there is one
+    copied: bool = False  # encode_picked: True => what is taken is also copied
+    notes: bool = False  # decode: True => as in Tile
+    own: bool = False  # recode: True => the own part did not travel
+    check: bool = False  # decode, recode: True => where a header does not fit, the sum is NaN
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return int(self.kind.primitive_bitwidth) // 8
+
+
+@triton.jit
+def encode_plain(x, residual, wire, rows, a, b, P: tl.constexpr):
+    """Row r of wire = x_r + residual_r, all rows but `skip`. With a residual there is one row."""
     row = tl.program_id(1)
     if (row <= rows.short) & (row != rows.skip):
         frame = picked(a, b, row == rows.short)
         target = wire + row * wide(rows.stride)
-        source = x + row * wide(rows.each)
         if tl.program_id(0) == 0:
             write_frame(target, frame, (0, 0))
-        plane = target + frame.plane0
-        for group in tl.static_range(GROUPS):
-            at, inside = place(group, frame.numel)
-            _encode(source, residual, plane, at, inside, SHORT, 4, GROUPED, RESIDUAL, RAW)
-        if tl.program_id(0) == 0:
-            rest, some = left_over(frame.numel)
-            _encode(source, residual, plane, rest, some, SHORT, 1, GROUPED, RESIDUAL, RAW)
+        _in_fours(_encode, (x + row * wide(rows.each), residual, target + frame.plane0), frame.numel, P)
 
 
 @triton.jit
-def _encode(
-    x, residual, plane, at, inside,
-    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
-):  # fmt: skip
-    """COUNT neighbors from each of `at` on, where they are inside."""
-    if RAW:
-        SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+def _in_fours(work: tl.constexpr, task, numel, P: tl.constexpr):
+    """Call work(task, at, inside, P, COUNT) for COUNT neighbors from each of `at` on, where they are inside."""
+    for group in tl.static_range(GROUPS):
+        at = (tl.program_id(0).to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
+        work(task, at, at + 4 <= numel, P, 4)
+    if tl.program_id(0) == 0:
+        rest = wide(numel) - numel % 4 + tl.arange(0, COLUMNS)
+        work(task, rest, rest < numel, P, 1)
+
+
+@triton.jit
+def _encode(task, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
+    x, residual, plane = task
+    if P.raw:
         source = x.to(tl.pointer_type(tl.uint8))
-        if GROUPED and COUNT > 1:
-            words = load_words(source + at * SIZE, inside, COUNT * SIZE)
-            store_words(plane + at * SIZE, words, inside, COUNT * SIZE)
+        if P.grouped and COUNT > 1:
+            words = load_words(source + at * P.size, inside, COUNT * P.size)
+            store_words(plane + at * P.size, words, inside, COUNT * P.size)
         else:
-            for i in tl.static_range(COUNT * SIZE):
-                store_words(plane + at * SIZE + i, load_words(source + at * SIZE + i, inside, 1), inside, 1)
+            for i in tl.static_range(COUNT * P.size):
+                store_words(plane + at * P.size + i, load_words(source + at * P.size + i, inside, 1), inside, 1)
     else:
-        total = load_floats(x, at, inside, COUNT, GROUPED)
-        if RESIDUAL:
-            carried = load_floats(residual, at, inside, COUNT, GROUPED)
+        total = load_floats(x, at, inside, COUNT, P.grouped)
+        if P.residual:
+            carried = load_floats(residual, at, inside, COUNT, P.grouped)
             total = added(total, carried)
-        put(plane, total, at, inside, SHORT, COUNT, GROUPED)
-        if RESIDUAL:
+        put(plane, total, at, inside, P, COUNT)
+        if P.residual:
             left = ()
             for i in tl.static_range(COUNT):
-                value = total[i].to(SHORT).to(tl.float32)
+                value = total[i].to(P.kind).to(tl.float32)
                 left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
-            store_floats(residual, left, at, inside, COUNT, GROUPED)
+            store_floats(residual, left, at, inside, COUNT, P.grouped)
 
 
 @triton.jit(do_not_specialize=("call",))
-def decode_plain(
-    wire, out, source, bad, call, rows, scale, a, b,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, COUNT: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """out_r = scale * sum of the wires of row r, in order in fp32; row `skip` is copied from `source`.
-
-    COUNT: note the call where a number is not finite (decode_blocks.Sink). CHECK: where a header of the only row does
-    not fit, the sum is NaN.
-    """
+def decode_plain(wire, out, source, bad, call, rows, scale, a, b, P: tl.constexpr):
+    """out_r = scale * sum of the wires of row r, in order in fp32; row `skip` is copied from `source`."""
     row = tl.program_id(1)
     frame = picked(a, b, row == rows.short)
     target = out + row * wide(rows.each)
-    if CHECK:
+    if P.check:
         _key, fine = check_headers(wire, rows, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
     if (row <= rows.short) & (row != rows.skip):
         plane = wire + row * wide(rows.stride) + frame.plane0
-        for group in tl.static_range(GROUPS):
-            at, inside = place(group, frame.numel)
-            total, worst = _sum(plane, rows, -1, at, inside, SHORT, 4, GROUPED)
-            store_floats(target, times(total, scale), at, inside, 4, GROUPED)
-            if COUNT:
-                note(bad, call, worst[None, :])
-        if tl.program_id(0) == 0:
-            rest, some = left_over(frame.numel)
-            last, worst_last = _sum(plane, rows, -1, rest, some, SHORT, 1, GROUPED)
-            store_floats(target, times(last, scale), rest, some, 1, False)
-            if COUNT:
-                note(bad, call, worst_last[None, :])
+        _in_fours(_decode, (plane, target, rows, bad, call, scale), frame.numel, P)
     if row == rows.skip:
         copy_row(source + row * wide(rows.each), target, frame.numel)
 
 
 @triton.jit
-def recode_plain(
-    wire, out, x, stack, part, frame,
-    SHORT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """out = scale * (sum of the wires, and if OWN of x, which did not travel and is exact). CHECK: see decode_plain."""
+def _decode(task, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
+    plane, target, rows, bad, call, scale = task
+    total, worst = _sum(plane, rows, -1, at, inside, P, COUNT)
+    store_floats(target, times(total, scale), at, inside, COUNT, P.grouped)
+    if P.notes:
+        note(bad, call, worst[None, :])
+
+
+@triton.jit
+def recode_plain(wire, out, x, stack, part, frame, P: tl.constexpr):
+    """out = scale * (sum of the wires, and of x where it is the own part, which is exact)."""
     scale = part.scale
-    if CHECK:
+    if P.check:
         _key, fine = check_headers(wire, stack, frame, (0, 0), False)
         scale = tl.where(fine, scale, float("nan"))
     if tl.program_id(0) == 0:
         write_frame(out, frame, (0, 0))
-    x += wide(part.start)
-    plane = wire + frame.plane0
-    target = out + frame.plane0
-    for group in tl.static_range(GROUPS):
-        at, inside = place(group, frame.numel)
-        _recode(plane, x, target, stack, part.own, scale, at, inside, SHORT, 4, GROUPED, OWN)
-    if tl.program_id(0) == 0:
-        rest, some = left_over(frame.numel)
-        _recode(plane, x, target, stack, part.own, scale, rest, some, SHORT, 1, GROUPED, OWN)
+    task = (wire + frame.plane0, x + wide(part.start), out + frame.plane0, stack, part.own, scale)
+    _in_fours(_recode, task, frame.numel, P)
 
 
 @triton.jit
-def _recode(
-    plane, x, target, stack, own, scale, at, inside,
-    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    if OWN:
-        total, _worst = _sum(plane, stack, own, at, inside, SHORT, COUNT, GROUPED)
-        total = fused(load_floats(x, at, inside, COUNT, GROUPED), scale, times(total, scale))
+def _recode(task, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
+    plane, x, target, stack, own, scale = task
+    if P.own:
+        total, _worst = _sum(plane, stack, own, at, inside, P, COUNT)
+        total = fused(load_floats(x, at, inside, COUNT, P.grouped), scale, times(total, scale))
     else:
-        total, _worst = _sum(plane, stack, -1, at, inside, SHORT, COUNT, GROUPED)
+        total, _worst = _sum(plane, stack, -1, at, inside, P, COUNT)
         total = times(total, scale)
-    put(target, total, at, inside, SHORT, COUNT, GROUPED)
+    put(target, total, at, inside, P, COUNT)
 
 
 @triton.jit
-def place(group: tl.constexpr, numel):
-    """First elements of the groups of four, and which are whole."""
-    at = (tl.program_id(0).to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
-    return at, at + 4 <= numel
-
-
-@triton.jit
-def left_over(numel):
-    """The last elements, fewer than four."""
-    at = wide(numel) - numel % 4 + tl.arange(0, COLUMNS)
-    return at, at < numel
-
-
-@triton.jit
-def _sum(
-    plane, stack, own, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
-):  # fmt: skip
+def _sum(plane, stack, own, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
     """(sum, worst): the first number, and the others added to it (-0 stays -0); the largest bits of all.
 
     own: as in sums.Wires.
     """
     stride = wide(stack.stride)
     first = tl.where(own == 0, stack.world, 0)
-    total = get(plane + first * stride, at, inside, SHORT, COUNT, GROUPED)
+    total = get(plane + first * stride, at, inside, P, COUNT)
     worst = _largest(total, COUNT)
     for w in range(1, stack.world):
-        more = get(plane + tl.where(w == own, stack.world, w) * stride, at, inside, SHORT, COUNT, GROUPED)
+        more = get(plane + tl.where(w == own, stack.world, w) * stride, at, inside, P, COUNT)
         total = added(total, more)
         worst = tl.maximum(worst, _largest(more, COUNT))
     return total, worst
@@ -186,42 +165,40 @@ def _largest(floats, COUNT: tl.constexpr):
 
 
 @triton.jit
-def get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+def get(plane, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
     """Numbers of a wire; byte by byte where it may lie odd."""
-    if GROUPED:
-        return load_floats(plane.to(tl.pointer_type(SHORT)), at, inside, COUNT, True)
+    if P.grouped:
+        return load_floats(plane.to(tl.pointer_type(P.kind)), at, inside, COUNT, True)
     else:
-        SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
         floats = ()
         for i in tl.static_range(COUNT):
-            word = load_bytes(plane, at + i, inside, False, SIZE)
-            if SIZE == 4:
+            word = load_bytes(plane, at + i, inside, False, P.size)
+            if P.size == 4:
                 floats = floats + (float_of(word),)
             else:
-                floats = floats + (word.to(tl.int16).to(SHORT, bitcast=True).to(tl.float32),)
+                floats = floats + (word.to(tl.int16).to(P.kind, bitcast=True).to(tl.float32),)
         return floats
 
 
 @triton.jit
-def put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+def put(plane, floats, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
     """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
-    SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
-    NAN: tl.constexpr = 0x7FC00000 if SIZE == 4 else (0x7FC0 if tl.bfloat16 == SHORT else 0x7E00)
+    NAN: tl.constexpr = 0x7FC00000 if P.size == 4 else (0x7FC0 if tl.bfloat16 == P.kind else 0x7E00)
     words = ()
     for i in tl.static_range(COUNT):
-        words = words + (tl.where(floats[i] != floats[i], NAN, narrowed(floats[i], SHORT)),)
-    if GROUPED and COUNT == 4 and SIZE == 4:
+        words = words + (tl.where(floats[i] != floats[i], NAN, narrowed(floats[i], P.kind)),)
+    if P.grouped and COUNT == 4 and P.size == 4:
         store_words(plane + at * 4, words, inside, 16)
-    elif GROUPED and COUNT == 4:
+    elif P.grouped and COUNT == 4:
         store_words(plane + at * 2, (words[0] | (words[1] << 16), words[2] | (words[3] << 16)), inside, 8)
     else:
         for i in tl.static_range(COUNT):
-            store_bytes(plane, at + i, words[i], inside, False, SIZE)
+            store_bytes(plane, at + i, words[i], inside, False, P.size)
 
 
 @triton.jit
-def encode_picked(x, index, copy, wire, rows, a, b, SHORT: tl.constexpr, RAW: tl.constexpr, COPIED: tl.constexpr):
-    """Row r of wire = x at index_r, all rows but `skip`; x becomes 0 there, and if COPIED copy_r is x, in all rows."""
+def encode_picked(x, index, copy, wire, rows, a, b, P: tl.constexpr):
+    """Row r of wire = x at index_r, all rows but `skip`; x becomes 0 there. Of all rows x may be copied."""
     row = tl.program_id(1)
     if row <= rows.short:
         frame = picked(a, b, row == rows.short)
@@ -230,29 +207,29 @@ def encode_picked(x, index, copy, wire, rows, a, b, SHORT: tl.constexpr, RAW: tl
         start = row * wide(rows.each)
         at = tl.load(index + start + i, mask=inside, other=0)
         number = tl.load(x + at, mask=inside)
-        if COPIED:
+        if P.copied:
             tl.store(copy + start + i, number, mask=inside)
         tl.store(x + at, tl.zeros((PICKED,), tl.float32).to(x.dtype.element_ty), mask=inside)
         if row != rows.skip:
             target = wire + row * wide(rows.stride)
             if tl.program_id(0) == 0:
                 write_frame(target, frame, (0, 0))
-            if RAW:
-                tl.store((target + frame.plane0).to(tl.pointer_type(SHORT)) + i, number, mask=inside)
+            if P.raw:
+                tl.store((target + frame.plane0).to(tl.pointer_type(P.kind)) + i, number, mask=inside)
             else:
-                put(target + frame.plane0, (number.to(tl.float32),), i, inside, SHORT, 1, False)
+                put(target + frame.plane0, (number.to(tl.float32),), i, inside, P, 1)
 
 
 @triton.jit(do_not_specialize=("call",))
-def decode_picked(wire, out, index, bad, call, rows, scale, a, b, SHORT: tl.constexpr, COUNT: tl.constexpr):
-    """out at index_r = scale * sum of the wires of row r; COUNT as in decode_plain."""
+def decode_picked(wire, out, index, bad, call, rows, scale, a, b, P: tl.constexpr):
+    """out at index_r = scale * sum of the wires of row r."""
     row = tl.program_id(1)
     if row <= rows.short:
         frame = picked(a, b, row == rows.short)
         i = tl.program_id(0).to(tl.int64) * PICKED + tl.arange(0, PICKED)
         inside = i < frame.numel
-        total, worst = _sum(wire + row * wide(rows.stride) + frame.plane0, rows, -1, i, inside, SHORT, 1, False)
+        total, worst = _sum(wire + row * wide(rows.stride) + frame.plane0, rows, -1, i, inside, P, 1)
         at = tl.load(index + row * wide(rows.each) + i, mask=inside, other=0)
         store_floats(out, times(total, scale), at, inside, 1, False)
-        if COUNT:
+        if P.notes:
             note(bad, call, worst[None, :])

@@ -12,8 +12,8 @@ import triton.language as tl
 from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
-from thinwire.kernels.triton.frame import Frame, Keys, Norms, Stack, key_in, sections, wide, write_frame
-from thinwire.kernels.triton.memory import load_words, store_words
+from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, on_blocks, sections, write_frame
+from thinwire.kernels.triton.memory import load_words, store_words, wide
 from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import summed, wires_from
 from thinwire.kernels.triton.tiles import (
@@ -92,7 +92,7 @@ def encode_rows(x, memory, left, wire, cells, step, factor, rows, seeds, a, b, T
             write_frame(target, frame, keys.rotation)
         start = row * wide(rows.each)
         source = Source(x + start, memory + start, left + start, factor)
-        encode_blocks(source, target, cells, keys, frame, T)
+        on_blocks(encode_blocks, (source, target, cells, keys), frame, T)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def decode_rows(wire, out, source, left, memory, mean, bad, levels, call, rows, 
         factor = tl.where(is_own, 1.0, share.factor)
         sink = Sink(out + start, left + start, memory + start, mean + start, factor, is_own, fine, bad, call)
         norm = Norms(norms.full, tl.where(row == rows.short, norms.last_tail, norms.tail))
-        decode_blocks(sink, first, rows, levels, rotation, norm, frame, T)
+        on_blocks(decode_blocks, (sink, first, rows, levels, rotation, norm), frame, T)
     if row == rows.skip:
         copy_row(source + start, out + start, frame.numel)
 
@@ -183,42 +183,33 @@ def recode_own(wire, out, x, memory, left, levels, cells, keys, stack, part, nor
 
     With feedback x is x + factor * memory, and `left` is what the result does not carry, as T.mode says.
     """
-    program = tl.program_id(0)
-    if program == 0:
+    if tl.program_id(0) == 0:
         write_frame(out, frame, keys.rotation)
-    stack = Stack(wide(stack.stride), stack.world)
     begin = wide(part.start)
     source = Source(x + begin, memory + begin, left + begin, part.factor)
-    if program < tl.cdiv(frame.full, T.rows):
-        first = program.to(tl.int64) * T.rows
-        at = position(first, frame.full, T.block, T.span, T)
-        wires = wires_from(wire, stack, frame, levels, part.own, first, T)
-        target = sections(out, frame, first, T)
-        _recode_own(wires, source, target, cells, keys, frame.root, norms.full, part.scale, at, T)
-    elif T.tail:
-        is_short = frame.length > 0
-        if is_short:
-            first = wide(frame.full)
-            tail_at = position(first, frame.full + 1, frame.length, frame.span, T.ragged)
-            wires = wires_from(wire, stack, frame, levels, part.own, first, T)
-            target = sections(out, frame, first, T)
-            _recode_own(wires, source, target, cells, keys, frame.tail_root, norms.tail, part.scale, tail_at, T.ragged)
+    on_blocks(_recode_own, (wire, out, source, levels, cells, keys, stack, part, norms), frame, T)
 
 
 @triton.jit
-def _recode_own(wires, source, target, cells, keys, root, norm, scale, at, T: tl.constexpr):
+def _recode_own(task, frame, blocks, T: tl.constexpr):
+    wire, out, source, levels, cells, keys, stack, part, norms = task
+    at = position(blocks, T)
     start = at.first * T.block
+    wires = wires_from(wire, stack, frame, levels, part.own, at.first, T)
+    target = sections(out, frame, at.first, T)
     others, post, unusual = summed(wires, at, T)
-    others = finish(others, keys.rotation, norm, at, T)
+    others = finish(others, keys.rotation, norms.tail if T.loose else norms.full, at, T)
     if unusual:
         others = leave(others, post, T)
     own = load(source.x + start, at, T)
     if T.mode != ALONE:
         own = carried(own, load(source.memory + start, at, T), source.factor, T.mode)
-    total, left = _totals(others, own, scale, at, T)
+    total, left = _totals(others, own, part.scale, at, T)
     if T.loose and T.mode != ALONE:
         tl.debug_barrier()  # `left` may be where x is
-    read = put_tile(total, target, cells, keys, root, at, T, T.mode == OWED)
+    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    root = frame.tail_root if T.loose else frame.root
+    read = put_tile(total, one, target, cells, keys, root, at, T, T.mode == OWED, False)
     if T.mode == OWED:
         left = minus(total, read)
     if T.mode != ALONE:

@@ -11,9 +11,9 @@ from thinwire.kernels import hashing
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Picked, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import launch, plain, row_blocks, tuning
+from thinwire.kernels.triton.encode_blocks import recode_kernel
 from thinwire.kernels.triton.frame import Keys, Stack
 from thinwire.kernels.triton.prepared import Prepared, Repeated
-from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.row_blocks import Matrix, Part, RowNorms, Seeds, Share
 from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.kernels.triton.tuning import Config
@@ -32,9 +32,9 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     even = job.rows.each % 4 == 0
     if not job.how.format.block:
         raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
-        make = functools.partial(_plain, plain.encode_plain, job, known, RAW=raw, RESIDUAL=False)
+        make = functools.partial(_plain, plain.encode_plain, job, known, raw=raw)
         copy = Repeated(make, ("wire", "x", "residual"), even=even)
-        make = functools.partial(_plain, plain.encode_picked, job, known, RAW=raw, COPIED=skip >= 0)
+        make = functools.partial(_plain, plain.encode_picked, job, known, raw=raw, copied=skip >= 0)
         pick: Any = Repeated(make, ("wire", "x", "index", "copy"))
         return lambda x, wires, mixed, memory: (
             pick((wires, *x[:2], x[2 if skip >= 0 else 0])) if isinstance(x, Picked) else copy((wires, x, x))
@@ -116,7 +116,7 @@ def decoder(
 
     def make(grouped: bool, noted: bool) -> Prepared:
         if is_plain:
-            return _plain(plain.decode_plain, job, known, grouped, COUNT=noted, CHECK=False)
+            return _plain(plain.decode_plain, job, known, grouped, notes=noted)
         full, tail = launch.norms(job.layout(0), scale)
         arguments = known | {"norms": RowNorms(full, tail, launch.norms(job.layout(job.rows.short), scale).tail)}
         task = {"world": launch.unrolled(world, format), "calm": abs(scale) * world < launch.SMALL_NORM}
@@ -125,7 +125,7 @@ def decoder(
 
     tensors = ("wire", "out", "source", "bad", *(() if is_plain else ("left", "memory", "mean")))
     launches = [Repeated(functools.partial(make, noted=noted), tensors, ("call",), even) for noted in (False, True)]
-    scattered = [functools.partial(_plain, plain.decode_picked, job, known, COUNT=noted) for noted in (False, True)]
+    scattered = [functools.partial(_plain, plain.decode_picked, job, known, notes=noted) for noted in (False, True)]
     puts = [Repeated(put, ("wire", "out", "index", "bad"), ("call",)) for put in scattered]
 
     def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Tensor | None = None) -> None:
@@ -185,14 +185,14 @@ def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, gro
     has_own = own >= 0
     part = Part(job.rows.span(row)[0] if has_own else 0, own, 1.0, float(scale))
     known = (("stack", Stack(job.stride, world - has_own)), ("part", part))
-    constants = {"GROUPED": grouped, "OWN": has_own, "CHECK": False}
-    return launch.plain_wires(plain.recode_plain, (job.layout(row),), job.device, known, **constants)
+    layouts = (job.layout(row),)
+    return launch.plain_wires(plain.recode_plain, layouts, job.device, known, grouped=grouped, own=has_own)
 
 
-def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **constants: bool) -> Prepared:
-    """encode_plain or decode_plain."""
+def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **flags: bool) -> Prepared:
+    """encode_plain or decode_plain, or those of numbers here and there. flags: as in Plain."""
     of = _layouts(job), job.device, tuple(known.items()), job.rows.short + 1
-    return launch.plain_wires(kernel, *of, GROUPED=grouped, **constants)
+    return launch.plain_wires(kernel, *of, grouped=grouped, **flags)
 
 
 def _layouts(job: RowJob) -> tuple[Layout, Layout]:

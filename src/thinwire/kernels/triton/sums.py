@@ -12,7 +12,7 @@ import triton.language as tl
 
 from thinwire.kernels.triton.four_bytes import chosen, four_levels, in_bytes, permuted
 from thinwire.kernels.triton.frame import sections
-from thinwire.kernels.triton.memory import filled, instruction, look_up
+from thinwire.kernels.triton.memory import filled, instruction, look_up, wide
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
     INF_BITS,
@@ -47,9 +47,9 @@ class Wires(NamedTuple):
 
 @triton.jit
 def wires_from(wire, stack, frame, levels, own, first, T: tl.constexpr):
-    """Where block `first` of all wires of a stack is, whose stride has 64 bits."""
+    """Where block `first` of all wires of a stack is."""
     scales, minima, planes = sections(wire, frame, first, T)
-    return Wires(scales, minima, planes, stack.stride, stack.world, levels, own)
+    return Wires(scales, minima, planes, wide(stack.stride), stack.world, levels, own)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.four_bytes import signed
-from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words
+from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words, wide
 
 # Feedback: what is encoded, and what is left where the next message finds it.
 ALONE = tl.constexpr(0)  # x
@@ -19,12 +19,21 @@ OWED = tl.constexpr(2)  # x + factor * memory; left = what was lost of it
 CHANGE = tl.constexpr(3)  # x + factor * memory, rounded once; left = what the wire says
 
 
-class Position(NamedTuple):
-    """Where a tile is. Span and length are known at compile time for full blocks, for a short last one at launch."""
+class Blocks(NamedTuple):
+    """The blocks of a program. Length and span are known at compile time for full ones, for a short one at launch."""
 
-    first: Any  # the block of its first row
+    first: Any
+    end: Any  # all of this length are before it
     length: Any  # elements per block
     span: Any  # elements per lane
+
+
+class Position(NamedTuple):
+    """Where a tile is."""
+
+    first: Any  # the block of its first row
+    length: Any  # as in Blocks, and so the next
+    span: Any
     row: Any  # past the last block the last one again, so that loads need no mask
     column: Any
     inside: Any  # rows and columns that exist
@@ -32,29 +41,29 @@ class Position(NamedTuple):
 
 
 @triton.jit
-def position(first, end, length, span, T: tl.constexpr):
-    """The position of the tile that holds the blocks from `first` on, before `end`."""
+def position(blocks, T: tl.constexpr):
+    """The position of the tile that holds the blocks."""
     row, column = rows_and_columns(T)
-    inside = first + row < end
+    inside = blocks.first + row < blocks.end
     there = tl.full((T.rows, T.columns), 1, tl.int1)
     if not T.whole:
-        there = column * T.vector < span
+        there = column * T.vector < blocks.span
         inside = inside & there
     if T.rows > 1:
-        row = tl.minimum(row, (end - 1 - first).to(tl.int32))
-    return Position(first, length, span, row, column, inside, there)
+        row = tl.minimum(row, (blocks.end - 1 - blocks.first).to(tl.int32))
+    return Position(blocks.first, blocks.length, blocks.span, row, column, inside, there)
 
 
 @triton.jit
-def piece(first, length, span, start, T: tl.constexpr, end=None):
-    """The position of the columns from `start` on of block `first`, which is worked on piece by piece.
+def piece(blocks, start, T: tl.constexpr, END: tl.constexpr = False):
+    """The position of the columns from `start` on of a block that is worked on piece by piece.
 
-    Every block is before `end`, but decode passes it, as ptxas then takes fewer registers (fp16 on sm_90: 32, not 47).
+    Every block is before the end, but decode asks, as ptxas then takes fewer registers (fp16 on sm_90: 32, not 47).
     """
     row, column = rows_and_columns(T)
     column = column + start
-    inside = (row >= 0 if end is None else first + row < end) & (column < span)
-    return Position(first, length, span, row, column, inside, inside)
+    inside = (blocks.first + row < blocks.end if END else row >= 0) & (column < blocks.span)
+    return Position(blocks.first, wide(blocks.length), wide(blocks.span), row, column, inside, inside)
 
 
 @triton.jit
