@@ -138,8 +138,8 @@ class RehearsedBucket:
         self.parameters = parameters
         self.names, _ = ranks.names.of(parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
-        self._sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
-        pairs = zip(self.names, self._sizes, strict=True)
+        sizes = [ParameterSize(p.shape, p.numel(), p.dtype) for p in parameters]
+        pairs = zip(self.names, sizes, strict=True)
         self.lanes = lanes.lanes_of(self.names, [ranks.chooser.spec(name, size) for name, size in pairs])
         self.specs = [flat_lane(lane.spec, self.dtype) for lane in self.lanes]
         self.plain = world == 1 or all(isinstance(spec.codec, Identity) for spec in self.specs)
@@ -147,7 +147,7 @@ class RehearsedBucket:
         plan = sum_plan("", self.specs, [_Seat(0, world, self.device)], self.algorithm, 1.0 / world)
         self.specs = list(plan.lanes)
         self.num_chunks = max(spec.chunking.num_chunks for spec in self.specs)
-        self.numel = sum(size.numel for size in self._sizes)
+        self.numel = sum(size.numel for size in sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
         self.sent_bytes = self.plain_bytes if self.plain else sent_bytes(plan, world)
@@ -159,16 +159,13 @@ class RehearsedBucket:
 
     def numbers(self, buffer: Tensor) -> list[Tensor]:
         """A tensor per lane of one rank's gradients."""
-        views = buffer.split([size.numel for size in self._sizes])
-        tensors, _ = lanes.load(self.lanes, views, buffer)
+        tensors, _ = lanes.load(self.lanes, buffer)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
 
     def write(self, rows: Sequence[Tensor], buffer: Tensor) -> None:
         """buffer = the numbers of all lanes."""
         for lane, row in zip(self.lanes, rows, strict=True):
-            spans = lane.stretches
-            for (begin, end), part in zip(spans, row.split([b - a for a, b in spans]), strict=True):
-                buffer[begin:end] = part
+            lane.write(row, buffer)
 
 
 class RehearsedSum:

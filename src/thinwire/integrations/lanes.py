@@ -33,16 +33,23 @@ class BucketLane:
     """Parameters of a bucket that travel as one lane of its message."""
 
     spec: LaneSpec
-    members: tuple[int, ...]  # which parameters of the bucket, in order
-    bridged: frozenset[int]  # those of them that belong to another lane
-    pieces: tuple[Piece, ...]  # the name and size of each; bridged ones have no name
+    pieces: tuple[Piece, ...]  # the name and size of each; those that belong to another lane have no name
     stretches: tuple[tuple[int, int], ...]  # (begin, end) of the parts of the bucket that hold them
     aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket and back
 
-    def part_of(self, buffer: Tensor) -> Tensor:
-        """Its numbers, as one tensor: a view or a copy."""
-        parts = [buffer[begin:end] for begin, end in self.stretches]
+    def parts_of(self, buffer: Tensor) -> list[Tensor]:
+        """Its stretches of a bucket."""
+        return [buffer[begin:end] for begin, end in self.stretches]
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """Its numbers as one tensor: a view of a single stretch, or a copy."""
+        parts = self.parts_of(buffer)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, numbers: Tensor, buffer: Tensor) -> None:
+        """Copy its numbers to where they belong."""
+        parts = self.parts_of(buffer)
+        torch._foreach_copy_(parts, numbers.split([part.numel() for part in parts]))
 
 
 def lanes_of(
@@ -55,48 +62,42 @@ def lanes_of(
     found: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         found.setdefault((spec.codec, spec.feedback), []).append(i)
-    size = {i: _numel(specs, members) for members in found.values() for i in members}  # of its lane
-    main, *rest = sorted(found.values(), key=lambda members: -size[members[0]])
-    aside = {i for i in size if bridge * size[i] <= size[main[0]] and i not in main}
-    bridged = frozenset(i for i in aside if whole or main[0] < i < main[-1])
-    lanes = [_lane(names, specs, sorted({*main, *bridged}), bridged, aside=False)]
-    return lanes + [_lane(names, specs, members, frozenset(), aside=members[0] in aside) for members in rest]
+    size = {kind: sum(specs[i].numel for i in members) for kind, members in found.items()}
+    first, *rest = sorted(found, key=lambda kind: -size[kind])
+    main = found[first]
+    aside = {kind for kind in rest if bridge * size[kind] <= size[first]}
+    bridged = {i for kind in aside for i in found[kind] if whole or main[0] < i < main[-1]}
+    lanes = [_lane(names, specs, main, bridged, aside=False)]
+    return lanes + [_lane(names, specs, found[kind], set(), aside=kind in aside) for kind in rest]
 
 
 def _lane(
-    names: Sequence[str], specs: Sequence[LaneSpec], members: Sequence[int], bridged: frozenset[int], *, aside: bool
+    names: Sequence[str], specs: Sequence[LaneSpec], own: Sequence[int], bridged: set[int], *, aside: bool
 ) -> BucketLane:
-    kept = next(i for i in members if i not in bridged)
+    inside = {*own, *bridged}
+    members = sorted(inside)
     gaps = {i for i in members if i in bridged or names[i].startswith(PADDING)}
     pieces = tuple(Piece(None if i in gaps else names[i], specs[i].numel) for i in members)
     edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
-    inside = set(members)
     starts = [edges[i] for i in members if i - 1 not in inside]
     ends = [edges[i + 1] for i in members if i + 1 not in inside]
-    spec = specs[kept]._replace(numel=_numel(specs, members))
-    return BucketLane(spec, tuple(members), bridged, pieces, tuple(zip(starts, ends, strict=True)), aside)
+    spec = specs[own[0]]._replace(numel=sum(piece.numel for piece in pieces))
+    return BucketLane(spec, pieces, tuple(zip(starts, ends, strict=True)), aside)
 
 
-def _numel(specs: Sequence[LaneSpec], members: Sequence[int]) -> int:
-    return sum(specs[i].numel for i in members)
-
-
-def load(
-    lanes: Sequence[BucketLane], views: Sequence[Tensor], buffer: Tensor
-) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The tensors of every lane, and the (view, numbers) to copy back at the end; `buffer` holds all views."""
+def load(lanes: Sequence[BucketLane], buffer: Tensor) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """The tensors of every lane, and the (part of the buffer, numbers) to copy back at the end: zeros until then."""
     tensors: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for lane in lanes:
+        parts = lane.parts_of(buffer)
         if lane.aside:
-            parts = [views[i] for i in lane.members]
             numbers = torch.cat(parts)
             copies += zip(parts, numbers.split([part.numel() for part in parts]), strict=True)
-            tensors.append([numbers])
-        else:
-            tensors.append([buffer[begin:end] for begin, end in lane.stretches])
-    if lanes[0].bridged:
-        torch._foreach_zero_([views[i] for i in lanes[0].bridged])
+            parts = [numbers]
+        tensors.append(parts)
+    if copies:
+        torch._foreach_zero_([part for part, _ in copies])
     return tensors, copies
 
 
@@ -143,8 +144,7 @@ class StreamedBucket:
             if index is not None:
                 buffer.index_copy_(0, index, x)
             elif len(lane.stretches) > 1:
-                parts = [buffer[begin:end] for begin, end in lane.stretches]
-                torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
+                lane.write(x, buffer)
         if undo is not None:
             undo(moved=False)
         self.is_new = False
@@ -152,6 +152,6 @@ class StreamedBucket:
     def _load(self, lane: BucketLane, index: Tensor | None, buffer: Tensor) -> Any:
         """A lane's numbers in the bucket: its stretch of it, a copy, or what the program picks."""
         if index is None:
-            return lane.part_of(buffer)
+            return lane.read(buffer)
         picked = Picked(buffer, index, buffer.new_empty(len(index)) if self._copied else None)
         return picked if self._picks else taken(picked)

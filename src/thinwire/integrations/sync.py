@@ -16,9 +16,9 @@ from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
 from thinwire.collectives.call import issue_call
-from thinwire.collectives.channel import bounded, channel_of
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import Message
+from thinwire.collectives.message import LaneHooks, Message
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
@@ -93,7 +93,6 @@ class GradientSync:
         self._step = 0
         self._began = 0.0  # time at which the step began
         self._buckets: dict[object, BucketPlan] = {}  # by all that a plan depends on
-        self._messages: dict[object, Any] = {}
         self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
@@ -102,7 +101,6 @@ class GradientSync:
         self._began = perf_counter()
         if group is not self.group:
             self.group = group
-            self._messages.clear()
             self._buckets.clear()
             issue_call(channel_of(group, device), f"gradients(from step {step}, {self._options_text})", anew=True)
         self._step = step
@@ -141,12 +139,10 @@ class GradientSync:
             streamed.weigh = gradients.weigh
             return channel.launch(streamed, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
         undo = gradients.weigh and gradients.weigh()
-        tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
-        watches = [self.errors.watch(n.pieces, output.device) if self.chooser.measuring else None for n in bucket.lanes]
-        hooks = [(carry, watch, self.tally.checked) for carry, watch in zip(bucket.carries, watches, strict=True)]
+        tensors, copies = lanes.load(bucket.lanes, gradients.buffer)
         stages: list[tuple[int, float, float]] = []
         meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
-        work = bucket.message.run(tensors, hooks, [output], self._step, copies, meter)
+        work = bucket.message.run(tensors, self._hooks(bucket, output.device), [output], self._step, copies, meter)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:
@@ -182,19 +178,22 @@ class GradientSync:
         pairs = zip(gradients.names, sizes, strict=True)
         specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
-        laid = tuple(lane.spec for lane in found)
-        key = gradients.names, laid, like.dtype, like.device
-        exact = all(isinstance(spec.codec, Identity) for spec in laid)
-        if not exact and key not in self._messages:  # a codec that was used before needs no new agreement
-            made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
-            bounded(self._messages)[key] = made  # widths that keep changing would add thousands
-        message: Message | None = None if exact else self._messages[key]
+        plain_bytes = sum_bytes(sum(numels), like.dtype, world)
+        if all(isinstance(lane.spec.codec, Identity) for lane in found):
+            return BucketPlan(found, sum(numels), plain_bytes)
+        laid = [lane.spec for lane in found]
+        message = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
         streamed = None
-        if message is not None and message.program is not None:
+        if message.program is not None:
             streamed = StreamedBucket(message, found, carries, self.tally)
-        plain_bytes = sum_bytes(sum(numels), like.dtype, world)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, streamed)
+
+    def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> list[LaneHooks]:
+        """What a message calls in this step, for every lane of so many rows."""
+        watch = self.errors.watch if self.chooser.measuring else lambda *_: None
+        pairs = zip(plan.carries, plan.lanes, strict=True)
+        return [(carry, watch([*lane.pieces] * rows, device), self.tally.checked) for carry, lane in pairs]
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
         """The lane of a parameter or, if not `whole`, of a part of it or of its padding."""

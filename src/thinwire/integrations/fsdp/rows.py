@@ -172,7 +172,7 @@ class ShardSync(GradientSync):
             self.tally.sent(rows.plain_bytes)
             return False
         as_program = rows.message.program is not None and not self.chooser.measuring
-        hooks = None if as_program else self._hooks(rows, group.size(), input.device)
+        hooks = None if as_program else self._hooks(rows, input.device, group.size())
         note = self._next_note(input.device) if as_program else None
         given, result = input.view(group.size(), -1), output.view(1, -1)
         rows.columns.send(result, given, self._step, hooks, note)
@@ -186,13 +186,6 @@ class ShardSync(GradientSync):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _hooks(self, rows: BucketPlan, world: int, device: torch.device) -> list[LaneHooks]:
-        pairs = zip(rows.lanes, rows.carries, strict=True)
-        if not self.chooser.measuring:
-            return [(carry, None, self.tally.checked) for _, carry in pairs]
-        watch = self.errors.watch
-        return [(carry, watch([*n.pieces] * world, device), self.tally.checked) for n, carry in pairs]
-
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
     ) -> BucketPlan:
@@ -204,12 +197,7 @@ class ShardSync(GradientSync):
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
             return BucketPlan(found, width, plain_bytes)
-        laid = tuple(lane.spec for lane in found)
-        key = names, laid, like.dtype, like.device, group.group_name, scale
-        if key not in self._messages:  # a codec that returns needs no new agreement
-            made = RowMessage(laid, like, group, scale)
-            bounded(self._messages)[key] = made  # a divisor that changes at every step would make thousands
-        message: RowMessage = self._messages[key]
+        message = RowMessage([lane.spec for lane in found], like, group, scale)
         columns = Columns(found, width, like, message)
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         carry, factor = self.memories.carry, 1.0 / scale
