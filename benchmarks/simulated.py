@@ -25,7 +25,7 @@ from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import BucketLane, lanes_of
 from thinwire.integrations.models import ParameterNames, ParameterSize
-from thinwire.integrations.stats import StepErrors
+from thinwire.integrations.stats import Tally
 from thinwire.kernels import compiled, hashing
 from thinwire.kernels.rows import Bad, Memory
 
@@ -82,7 +82,7 @@ class ReplicaAverager:
         self.device = self.parameters[0].device
         self.bytes_per_step = 0  # that the replica which sends most would hand to a transport
         self._memories = [Memories(options.residual_dtype) for _ in range(world)]
-        self._errors = StepErrors()
+        self._tally = Tally()
         self._lanes: list[Lane] = []
         self._note = torch.zeros(2, dtype=torch.int32, device=self.device)  # of steps that were not finite
         self._new = False  # whether the lanes have not been sent yet
@@ -105,8 +105,8 @@ class ReplicaAverager:
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """The first row = the mean of all rows, as every replica reads it. The other rows are used up."""
-        errors = self._errors
-        self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
+        tally = self._tally
+        self.chooser.begin(step, 0.0, tally.errors_by_name(), tally.end_step(), lambda values, _: list(values))
         if self.chooser.policy.setting != self._setting:
             self._setting = self.chooser.policy.setting
             self._lanes = self._new_lanes()
@@ -169,7 +169,7 @@ class ReplicaAverager:
         """What one rounding of every replica's message loses, by parameter."""
         for lane, xs in zip(self._lanes, xs_L, strict=True):
             codec = lane.lane.spec.first_phase
-            watch = self._errors.watch(lane.lane.pieces, self.device)
+            watch = self._tally.watch(lane.lane.pieces, self.device)
             for x, carry in zip(xs, lane.carries_W, strict=True):
                 message = x.clone()
                 if carry is not None:

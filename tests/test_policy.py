@@ -24,7 +24,7 @@ from thinwire.integrations.choice import Chooser, Policy, auto, options
 from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Race, deal_bits
 from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
 from thinwire.integrations.models import ParameterNames, ParameterSize as Size
-from thinwire.integrations.stats import Stats, StepErrors, Tally
+from thinwire.integrations.stats import Stats, Tally
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -698,24 +698,22 @@ def test_times_of_buckets_add_up() -> None:
 
 def test_a_watch_sums_squares_by_parameter() -> None:
     pieces = [Piece("a", 3), Piece(None, 2), Piece("b", 5), Piece("nothing", 0), Piece("c", 1)]
-    errors = StepErrors()
-    watch = errors.watch(pieces, CPU)
+    tally = Tally()
+    watch = tally.watch(pieces, CPU)
     message, decoded = torch.randn(11, generator=seeded(1)), torch.randn(11, generator=seeded(2))
     for begin_, end in ((0, 4), (4, 7), (7, 11)):  # spans that cut parameters
         watch((begin_, end), message[begin_:end], decoded[begin_:end])
     squares = (message.double() - decoded.double()).square()
     parts = zip(pieces, squares.split([piece.numel for piece in pieces]), strict=True)
     want = {piece.name: float(part.sum()) for piece, part in parts if piece.name}
-    assert errors.by_name() == pytest.approx(want, rel=1e-12)
-    assert errors.end_step() == pytest.approx(
-        float((squares.sum() / message.double().square().sum()).sqrt()), rel=1e-12
-    )
+    assert tally.errors_by_name() == pytest.approx(want, rel=1e-12)
+    assert tally.end_step() == pytest.approx(float((squares.sum() / message.double().square().sum()).sqrt()), rel=1e-12)
 
 
-def measured(errors: StepErrors, *lanes: tuple[Codec, Tensor]) -> None:
+def measured(tally: Tally, *lanes: tuple[Codec, Tensor]) -> None:
     """A step that sends these."""
     for i, (codec, x) in enumerate(lanes):
-        watch = errors.watch([Piece(f"p{i}", x.numel())], CPU)
+        watch = tally.watch([Piece(f"p{i}", x.numel())], CPU)
         watch((0, x.numel()), x, cases.decoded(codec, cases.wire_of(codec, x), x.numel()))
 
 
@@ -723,31 +721,31 @@ def measured(errors: StepErrors, *lanes: tuple[Codec, Tensor]) -> None:
 def test_a_step_that_was_not_finite_is_not_called_exact(value: float) -> None:
     """An error of 0 would let codec="auto" take a codec that nobody has measured."""
     x = torch.randn(2000, generator=seeded(6))
-    errors = StepErrors()
-    measured(errors, (Lloyd(2), x))
-    assert errors.end_step() == errors.relative == pytest.approx(math.sqrt(0.1175), rel=0.1)
+    tally = Tally()
+    measured(tally, (Lloyd(2), x))
+    assert tally.end_step() == tally.relative_error == pytest.approx(math.sqrt(0.1175), rel=0.1)
     x[3] = value
-    measured(errors, (Lloyd(2), x))
-    assert errors.end_step() is None
-    assert errors.relative == pytest.approx(math.sqrt(0.1175), rel=0.1), "of the last step that says anything"
+    measured(tally, (Lloyd(2), x))
+    assert tally.end_step() is None
+    assert tally.relative_error == pytest.approx(math.sqrt(0.1175), rel=0.1), "of the last step that says anything"
 
 
 def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
-    errors = StepErrors()
+    tally = Tally()
     x, y = torch.randn(4000, generator=seeded(7)), torch.randn(400, generator=seeded(8)) * 3
-    measured(errors, (Lloyd(2), x), (BlockInt(8), y))
-    by_name = errors.by_name()
+    measured(tally, (Lloyd(2), x), (BlockInt(8), y))
+    by_name = tally.errors_by_name()
     assert by_name.keys() == {"p0", "p1"}
-    assert errors.end_step() == pytest.approx(math.sqrt(sum(by_name.values()) / float((x @ x) + (y @ y))))
-    assert errors.by_name() == {}, "the next step is another"
-    assert errors.end_step() is None
-    measured(errors, (Lloyd(2), torch.zeros(100)))
-    assert errors.end_step() == 0.0
+    assert tally.end_step() == pytest.approx(math.sqrt(sum(by_name.values()) / float((x @ x) + (y @ y))))
+    assert tally.errors_by_name() == {}, "the next step is another"
+    assert tally.end_step() is None
+    measured(tally, (Lloyd(2), torch.zeros(100)))
+    assert tally.end_step() == 0.0
 
 
 @over("dtype", [torch.bfloat16, torch.float32])
 def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     """The squares of 1e-30 are zero in fp32."""
-    errors = StepErrors()
-    measured(errors, (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * 1e-30).to(dtype)))
-    assert errors.end_step() == pytest.approx(math.sqrt(0.0095), rel=0.1)
+    tally = Tally()
+    measured(tally, (Lloyd(4), (torch.randn(2000, generator=seeded(5)) * 1e-30).to(dtype)))
+    assert tally.end_step() == pytest.approx(math.sqrt(0.0095), rel=0.1)

@@ -47,7 +47,7 @@ from thinwire.integrations.choice.options import (
 )
 from thinwire.integrations.ddp import gradients_of
 from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
-from thinwire.integrations.stats import Handle, Stats, StepErrors, Tally
+from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import NonfiniteGuard, after_backward, stats_of, sum_bytes
 
 FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, and of the others
@@ -112,7 +112,6 @@ class RehearsedRanks:
         self.world = world
         self.chooser = Chooser(options, names, whole=not outer, outer=outer)
         self.memories = [Memories(options.residual_dtype) for _ in range(world)]
-        self.errors = StepErrors()
         self.tally = Tally(timed=False)
         self.names = names
         self.buckets: list[RehearsedBucket] = []
@@ -121,8 +120,8 @@ class RehearsedRanks:
 
     def begin_step(self, step: int, groups: Sequence[Sequence[nn.Parameter]]) -> "list[RehearsedSum]":
         """Decide for `step`, and begin a sum for each group of parameters."""
-        errors = self.errors
-        self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
+        tally = self.tally
+        self.chooser.begin(step, 0.0, tally.errors_by_name(), tally.end_step(), lambda values, _: list(values))
         fixed = self.chooser.policy.setting, [[id(p) for p in group] for group in groups]
         if fixed != self._made_of:
             self._made_of = fixed
@@ -200,7 +199,7 @@ class RehearsedSum:
         loaded = []
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
-            watch = ranks.errors.watch(lane.pieces, bucket.device) if ranks.chooser.measuring else None
+            watch = ranks.tally.watch(lane.pieces, bucket.device) if ranks.chooser.measuring else None
             on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
             if bucket.keeps(at) and rank == 0:
@@ -436,7 +435,7 @@ class Rehearsal(Handle):
         ranks = self._ranks
         used = [spec.feedback for bucket in ranks.buckets for spec in bucket.specs]
         coded = [(bucket.numel, bucket.wire_bytes) for bucket in ranks.buckets if not bucket.plain]
-        return stats_of(self.steps, ranks.chooser, ranks.tally, ranks.errors, ranks.memories, used, coded)
+        return stats_of(self.steps, ranks.chooser, ranks.tally, ranks.memories, used, coded)
 
     def close(self) -> None:
         """Leave gradients alone from now on."""

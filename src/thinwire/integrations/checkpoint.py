@@ -45,7 +45,7 @@ def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGro
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
     wanted = [group.rank()] if world is None else range(group.rank(), world, group.size())
     residuals, means = (memories.residuals.read(), memories.means.read()) if world is None else ({}, {})
-    errors = sorted(sync.errors.by_name().items())
+    errors = sorted(sync.tally.errors_by_name().items())
     return {
         "version": VERSION,
         "step": step,

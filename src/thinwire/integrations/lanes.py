@@ -118,14 +118,15 @@ class StreamedBucket:
         self._picks = self._program.count == 1 and can_pick(lanes, message.dtype)
         self._copied = message.algorithm != "one_shot"  # a rank adds its own numbers as they are
         device = message.channel.device
+        # Of lanes that are aside: where their numbers lie in the bucket.
         spans_L = [[torch.arange(*span) for span in lane.stretches if lane.aside] for lane in lanes]
-        indices = [torch.cat(spans).to(device) if spans else None for spans in spans_L]  # of lanes that are aside
-        self._lanes = [*zip(lanes, indices, strict=True)]
+        self._lanes = [(n, torch.cat(s).to(device) if s else None) for n, s in zip(lanes, spans_L, strict=True)]
         kept = [carry and carry.memories for carry in carries]  # programs find a place for what is left
         self._memories = [pair and Memory(pair[0], pair[0], pair[1]) for pair in kept] if any(carries) else None
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
-        self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
+        # What the first lane remembers, and where other lanes lie in it.
+        self._forgets = (kept[0][0], torch.cat(gaps).to(device)) if gaps and kept[0] else None
         self._note = tally.new_note(device)  # which chunks were not finite
         self._chunks = 0  # that were averaged
 
@@ -135,16 +136,14 @@ class StreamedBucket:
         undo = None
         if self.weigh is not None and not space.dry_run:
             undo, self.weigh = self.weigh(), None
-        if self._gaps is not None and self._memories is not None:
-            self._memories[0].kept.index_fill_(0, self._gaps, 0)
+        if self._forgets is not None:
+            memory, gaps = self._forgets
+            memory.index_fill_(0, gaps, 0)
         xs = [self._load(*lane, buffer) for lane in self._lanes[::-1]][::-1]  # first those that the first one bridges
         self._program(space, xs, step, self._memories, Bad(self._note, self._chunks % (1 << 30) + 1))
         self._chunks += self._program.count
-        for (lane, index), x in () if self._picks else zip(self._lanes, xs, strict=True):
-            if index is not None:
-                buffer.index_copy_(0, index, x)
-            elif len(lane.stretches) > 1:
-                lane.write(x, buffer)
+        if not self._picks:
+            self._store(xs, buffer)
         if undo is not None:
             undo(moved=False)
         self.is_new = False
@@ -155,3 +154,11 @@ class StreamedBucket:
             return lane.read(buffer)
         picked = Picked(buffer, index, buffer.new_empty(len(index)) if self._copied else None)
         return picked if self._picks else taken(picked)
+
+    def _store(self, xs: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copy to the bucket what `_load` copied."""
+        for (lane, index), x in zip(self._lanes, xs, strict=True):
+            if index is not None:
+                buffer.index_copy_(0, index, x)
+            elif len(lane.stretches) > 1:
+                lane.write(x, buffer)

@@ -79,7 +79,7 @@ def _shown(form: str, value: float | None) -> str:
 
 @dataclass
 class Tally:
-    """The running sums behind `Stats`. Times and counts come from the thread that runs the collectives."""
+    """The running sums behind `Stats`. Times, counts and errors come from the thread that runs the collectives."""
 
     bytes_sent: int = 0
     bytes_plain: int = 0
@@ -88,6 +88,10 @@ class Tally:
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
     notes: list[Tensor] = field(default_factory=list)  # of each program: (last chunk not finite, how many were)
+    relative_error: float | None = None  # of the last measured step
+    errors: Mapping[str, float] = field(default_factory=dict)  # squared ones by parameter, from a checkpoint
+    watched: list[tuple[list[str | None], Tensor]] = field(default_factory=list)  # of this step: squares lost and sent
+    rounded: bool = False  # whether this step has rounded anything that is watched
 
     def new_note(self, device: torch.device) -> Tensor:
         """A note in which one program counts its chunks that are not finite; others may run at the same time."""
@@ -122,22 +126,14 @@ class Tally:
         work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in stages)
         self.seconds["wire_s"] += max(0.0, last - sent - work)
 
-
-class StepErrors:
-    """What the roundings of a measured step lost, and the relative error of the last measured step."""
-
-    def __init__(self) -> None:
-        self.relative: float | None = None
-        self.load({})
-
     def watch(self, pieces: Sequence[Piece], device: torch.device) -> Callable[[Span, Tensor, Tensor], None]:
         """A function that sums, by parameter, the squares of what is sent and lost (collectives.lane.Watch)."""
         edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
         sums_2P = torch.zeros(2, len(pieces), dtype=torch.float64, device=device)  # of what was lost, and sent
-        self._sums.append(([piece.name for piece in pieces], sums_2P))
+        self.watched.append(([piece.name for piece in pieces], sums_2P))
 
         def look(span: Span, message: Tensor, decoded: Tensor) -> None:
-            self._looked = True
+            self.rounded = True
             for i, (low, high) in enumerate(itertools.pairwise(edges)):
                 part = slice(max(low, span[0]) - span[0], min(high, span[1]) - span[0])
                 if part.start < part.stop:
@@ -147,10 +143,10 @@ class StepErrors:
 
         return look
 
-    def by_name(self) -> dict[str, float]:
+    def errors_by_name(self) -> dict[str, float]:
         """Squared errors by parameter, for the next step's decisions; empty if this step was not measured."""
-        summed = dict(self._loaded)
-        for names, sums_2P in self._sums:
+        summed = dict(self.errors)
+        for names, sums_2P in self.watched:
             for name, lost in zip(names, sums_2P[0].tolist(), strict=True):
                 if name is not None:
                     summed[name] = summed.get(name, 0.0) + lost
@@ -158,18 +154,16 @@ class StepErrors:
 
     def end_step(self) -> float | None:
         """The relative error of the step; None if it was not measured, or not finite, or nothing was rounded."""
-        looked, (lost, sent) = self._looked, [sum(float(sums[i].sum()) for _, sums in self._sums) for i in (0, 1)]
-        self.load({})
-        if not looked or not math.isfinite(lost + sent):
+        rounded, (lost, sent) = self.rounded, [sum(float(sums[i].sum()) for _, sums in self.watched) for i in (0, 1)]
+        self.load_errors({})
+        if not rounded or not math.isfinite(lost + sent):
             return None
-        self.relative = (lost / sent) ** 0.5 if sent > 0 else 0.0
-        return self.relative
+        self.relative_error = (lost / sent) ** 0.5 if sent > 0 else 0.0
+        return self.relative_error
 
-    def load(self, errors: Mapping[str, float]) -> None:
-        """Forget this step, and continue with a checkpoint's errors by parameter."""
-        self._sums: list[tuple[list[str | None], Tensor]] = []
-        self._looked = False  # whether anything was rounded
-        self._loaded = dict(errors)
+    def load_errors(self, errors: Mapping[str, float]) -> None:
+        """Forget this step's errors, and continue with a checkpoint's."""
+        self.watched, self.rounded, self.errors = [], False, errors
 
 
 class Handle:

@@ -26,7 +26,7 @@ from thinwire.integrations.choice.moments import Undo
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import StreamedBucket
 from thinwire.integrations.models import PADDING, Names, ParameterSize
-from thinwire.integrations.stats import SECONDS, Stats, StepErrors, Tally
+from thinwire.integrations.stats import SECONDS, Stats, Tally
 from thinwire.log import announce
 
 Future = torch.futures.Future
@@ -71,8 +71,7 @@ class BucketPlan:
     plain_bytes: int  # that a rank would send without compression
     message: Any = None  # None if nothing of it is compressed
     carries: Sequence[Any] = ()  # the feedback of each lane
-    streamed: StreamedBucket | None = None  # what averages it on a GPU, unless its errors are measured
-    columns: Any = None  # of FSDP2: cuts rows into lanes
+    program: Any = None  # what averages it on a GPU, unless its errors are measured; of rows their Columns
 
 
 class GradientSync:
@@ -82,7 +81,6 @@ class GradientSync:
         self._timed = timed
         self.chooser = chooser
         self.memories = feedback.Memories(options.residual_dtype)
-        self.errors = StepErrors()
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups of other shards, which must decide the same
@@ -105,11 +103,11 @@ class GradientSync:
             issue_call(channel_of(group, device), f"gradients(from step {step}, {self._options_text})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
-        by_name = self.errors.by_name()
+        by_name = self.tally.errors_by_name()
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(torch_verbs.agree, "decide", (group, *self.peers), device)
-        news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
+        news = self.chooser.begin(step, self._began - before, by_name, self.tally.end_step(), agree)
         if self.chooser.raced:  # drop what the codecs that lost remember
             self.memories.load({}, {}, self.memories.kinds)
         if self.chooser.raced or self.chooser.policy.setting != self._setting:
@@ -128,22 +126,20 @@ class GradientSync:
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = self._new_bucket(gradients, group)
-        if bucket.message is None:
+        message, program = bucket.message, bucket.program
+        if message is None:
             self.tally.sent(bucket.plain_bytes)
             return _plainly(gradients.buffer, output, group)
-        streamed = bucket.streamed
-        if streamed is not None and not self.chooser.measuring:
-            self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
-            channel = bucket.message.channel
-            call = issue_call(channel, bucket.message.text, step=self._step, async_op=True)
-            streamed.weigh = gradients.weigh
-            return channel.launch(streamed, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
+        self.tally.sent(message.sent_bytes, bucket.plain_bytes)
+        if program is not None and not self.chooser.measuring:
+            program.weigh = gradients.weigh
+            call = issue_call(message.channel, message.text, step=self._step, async_op=True)
+            return message.channel.launch(program, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
         undo = gradients.weigh and gradients.weigh()
         tensors, copies = lanes.load(bucket.lanes, gradients.buffer)
         stages: list[tuple[int, float, float]] = []
         meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
-        work = bucket.message.run(tensors, self._hooks(bucket, output.device), [output], self._step, copies, meter)
-        self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
+        work = message.run(tensors, self._hooks(bucket, output.device), [output], self._step, copies, meter)
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:
             self.tally.worked(stages)
@@ -163,12 +159,12 @@ class GradientSync:
             residuals = means = {}
         self.clear()
         self.memories.load(residuals, means, dict(state["feedback"]))
-        self.errors.load(errors)
+        self.tally.load_errors(errors)
 
     def clear(self) -> None:
         """Forget everything."""
         self.memories.load({}, {}, {})
-        self.errors.load({})
+        self.tally.load_errors({})
         self._buckets.clear()
 
     def _new_bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> BucketPlan:
@@ -184,14 +180,12 @@ class GradientSync:
         laid = [lane.spec for lane in found]
         message = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
-        streamed = None
-        if message.program is not None:
-            streamed = StreamedBucket(message, found, carries, self.tally)
-        return BucketPlan(found, sum(numels), plain_bytes, message, carries, streamed)
+        program = message.program and StreamedBucket(message, found, carries, self.tally)
+        return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)
 
     def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> list[LaneHooks]:
         """What a message calls in this step, for every lane of so many rows."""
-        watch = self.errors.watch if self.chooser.measuring else lambda *_: None
+        watch = self.tally.watch if self.chooser.measuring else lambda *_: None
         pairs = zip(plan.carries, plan.lanes, strict=True)
         return [(carry, watch([*lane.pieces] * rows, device), self.tally.checked) for carry, lane in pairs]
 
@@ -207,14 +201,13 @@ class GradientSync:
         used = [lane.spec.feedback for bucket in buckets for lane in bucket.lanes]
         coded = [(numel, message.wire_bytes) for numel, message in messages]
         scratch = sum(channel.scratch_bytes for channel in {message.channel for _, message in messages})
-        return stats_of(step, self.chooser, self.tally, self.errors, [self.memories], used, coded, scratch)
+        return stats_of(step, self.chooser, self.tally, [self.memories], used, coded, scratch)
 
 
 def stats_of(
     steps: int,
     chooser: Chooser,
     tally: Tally,
-    errors: StepErrors,
     memories: Iterable[feedback.Memories],
     used: Iterable[str],
     coded: Sequence[tuple[int, int]],
@@ -230,7 +223,7 @@ def stats_of(
         bytes_sent=tally.bytes_sent,
         bytes_plain=tally.bytes_plain,
         bits_per_element=8 * sum(nbytes for _, nbytes in coded) / numel if numel else None,
-        relative_error=errors.relative,
+        relative_error=tally.relative_error,
         nonfinite=tally.all_nonfinite,
         **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
         residual_bytes=sum(held.residuals.nbytes + held.means.nbytes for held in memories),

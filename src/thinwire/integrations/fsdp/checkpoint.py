@@ -109,7 +109,7 @@ def export(
     errors: dict[str, list[tuple[str, float]]] = {key: [] for key in ranks}
     if world is None:
         ranks[layout.key(layout.rank)] |= layout.read(memories.residuals.read())
-        errors = {layout.key(layout.rank): sorted(sync.errors.by_name().items())}
+        errors = {layout.key(layout.rank): sorted(sync.tally.errors_by_name().items())}
     return {
         "version": checkpoint.VERSION,
         "steps": dict(steps),

@@ -175,7 +175,7 @@ class ShardSync(GradientSync):
         hooks = None if as_program else self._hooks(rows, input.device, group.size())
         note = self._next_note(input.device) if as_program else None
         given, result = input.view(group.size(), -1), output.view(1, -1)
-        rows.columns.send(result, given, self._step, hooks, note)
+        rows.program.send(result, given, self._step, hooks, note)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
 
@@ -202,7 +202,7 @@ class ShardSync(GradientSync):
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         carry, factor = self.memories.carry, 1.0 / scale
         carries = [carry(n.spec.feedback, n.pieces, factor, like.device, row_pieces(n, held)) for n in found]
-        return BucketPlan(found, width, plain_bytes, message, carries, columns=columns)
+        return BucketPlan(found, width, plain_bytes, message, carries, columns)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
