@@ -40,7 +40,7 @@ def test_replicas_read_the_bits_that_ranks_read(group: Group, codec: str, feedba
     options = DDPOptions(codec, feedback=feedback, optimizer="adaptive", measure_every=0)
     names = ParameterNames()
     names.take(Weights())
-    sync = GradientSync(options, Chooser(options, names))
+    sync = GradientSync(Chooser(options, names))
     averager = simulated.ReplicaAverager(Weights(), options, 3)
     rows_WN = averager.new_rows()
     for step in range(STEPS):

@@ -73,7 +73,7 @@ class DDPState(Handle):
             self.name_parameters(model)
         elif asked.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
-        self._sync = GradientSync(asked, self._chooser)
+        self._sync = GradientSync(self._chooser)
         self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
         # Those with this hook; None: not looked for.

@@ -177,7 +177,7 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        self._sync = GradientSync(options, Chooser(options, self._names, outer=True))
+        self._sync = GradientSync(Chooser(options, self._names, outer=True))
         self._in_flight: list[_Round] = []
         self._start(options)
         _open.add(self)

@@ -23,7 +23,6 @@ from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.moments import Undo
-from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import StreamedBucket
 from thinwire.integrations.models import PADDING, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, Stats, Tally
@@ -77,17 +76,15 @@ class BucketPlan:
 class GradientSync:
     """Averages gradients over ranks. timed: measure how long the CPU works on chunks."""
 
-    def __init__(self, options: DDPOptions, chooser: Chooser, *, timed: bool = True) -> None:
+    def __init__(self, chooser: Chooser, *, timed: bool = True) -> None:
         self._timed = timed
         self.chooser = chooser
-        self.memories = feedback.Memories(options.residual_dtype)
+        self._options = chooser.policy.options
+        self.memories = feedback.Memories(self._options.residual_dtype)
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups of other shards, which must decide the same
         self.elsewhere: Iterable[str] = ()  # parameters of which peers may hold parts and this rank none
-        self._options_text = options.agreed
-        self._algorithm = options.algorithm
-        self._nodes = options.nodes
         self._step = 0
         self._began = 0.0  # time at which the step began
         self._buckets: dict[object, BucketPlan] = {}  # by all that a plan depends on
@@ -100,7 +97,7 @@ class GradientSync:
         if group is not self.group:
             self.group = group
             self._buckets.clear()
-            issue_call(channel_of(group, device), f"gradients(from step {step}, {self._options_text})", anew=True)
+            issue_call(channel_of(group, device), f"gradients(from step {step}, {self.chooser.agreed})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.tally.errors_by_name()
@@ -155,7 +152,7 @@ class GradientSync:
     ) -> None:
         """Continue at `step` from a saved state with this rank's residuals, means and errors; a mesh has none."""
         self.chooser.load_state_dict(state["decisions"], step)
-        if self._nodes is not None:
+        if self._options.mesh is not None:
             residuals = means = {}
         self.clear()
         self.memories.load(residuals, means, dict(state["feedback"]))
@@ -178,7 +175,7 @@ class GradientSync:
         if all(isinstance(lane.spec.codec, Identity) for lane in found):
             return BucketPlan(found, sum(numels), plain_bytes)
         laid = [lane.spec for lane in found]
-        message = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
+        message = Message(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
         program = message.program and StreamedBucket(message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)

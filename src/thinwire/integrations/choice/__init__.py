@@ -149,6 +149,7 @@ class Chooser:
 
     def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False, outer: bool = False) -> None:
         self.moments = Moments(options.optimizers)
+        self.agreed = options.agreed  # what ranks compare
         # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
         asked = replace(options, optimizer=options.family)
         self.policy = Policy(asked, whole, outer, family=options.family, keeps_moments=self.moments.expected)

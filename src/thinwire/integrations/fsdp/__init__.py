@@ -63,17 +63,17 @@ class FSDPState(Handle):
         options.rules.check_names([parameter.name for group in groups for parameter in group.parameters()])
         self._chooser = Chooser(options, names)
         if any(group.is_replicated for group in groups):
-            self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
+            self._sync = ShardSync(self._chooser, timed=True)  # over replicas
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
             # A rule that compresses nothing between nodes holds inside them, too.
             across = {pattern: registry.codec(codec) for pattern, codec in (options.policy or {}).items()}
             policy = {pattern: codec if isinstance(codec, Identity) else inside for pattern, codec in across.items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
-            self._shards = ShardSync(fixed, Chooser(fixed, ParameterNames()))
+            self._shards = ShardSync(Chooser(fixed, ParameterNames()))
             self._syncs = {"shards": self._shards, "replicas": self._sync}
         else:
-            self._sync = self._shards = ShardSync(options, self._chooser, self._log)
+            self._sync = self._shards = ShardSync(self._chooser)
             self._syncs = {"shards": self._shards}
         self._model: nn.Module | None = None  # until a step has shown that all of it is compressed
         self._expected: list[ShardedParameter] = []  # whose gradients are reduced next
@@ -87,11 +87,6 @@ class FSDPState(Handle):
     def step(self) -> int:
         """Number of steps: sums of all gradients over all ranks."""
         return self._sync.step
-
-    def _log(self, done: int) -> None:
-        """Write logs after `done` steps, on the rank that is first among its shards and its replicas."""
-        first = self._groups[0]
-        self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
 
     def _install(self, rules: Rules, replica: bool | None, *, narrow: bool) -> None:
         for group in self._groups:  # check all before changing any
@@ -111,7 +106,13 @@ class FSDPState(Handle):
             check_whole(self._model)
             self._model = None
         given = {id(source) for source in call.sources}
-        self._shards.expect(given)
+        begins = self._shards.expect(given)
+        if self._sync is not self._shards:
+            begins = group.replicas is not None and self._sync.expect(given, now=call.sums_replicas)
+        if begins:  # log the steps before it, on the rank that is first among its shards and its replicas
+            first = self._groups[0]
+            members = [member for member in (first.shards, first.replicas) if member is not None]
+            self._write_logs(self.step - 1, max([member.rank() for member in members], default=0))
         self._expected = group.parameters(call.sources)
         if call.dtype not in DTYPES:
             announce_plain(f"gradients of {call.dtype}")
@@ -121,7 +122,6 @@ class FSDPState(Handle):
             after_backward(functools.partial(self._check_finite, self._guard))
         if self._sync is not self._shards and group.replicas is not None:
             # The choice for replicas also holds inside a node: make it before the first sum there.
-            self._sync.expect(given, now=call.sums_replicas)
             self._sync.begin(group.replicas, call.gradients[0].device)
             if call.sums_replicas and self._chooser.policy.compresses and call.dtype in DTYPES:
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))

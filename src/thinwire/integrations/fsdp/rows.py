@@ -16,7 +16,7 @@ as its length shows. On a GPU a row is one piece, and the host waits for the len
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from thinwire.collectives.transport import Stages
 from thinwire.collectives.workspaces import Workspace
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
-from thinwire.integrations.choice.options import EXACT, DDPOptions, Rules, Weights
+from thinwire.integrations.choice.options import EXACT, Rules, Weights
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.lanes import can_pick
 from thinwire.integrations.models import Names, ParameterSize
@@ -121,26 +121,23 @@ class ShardSync(GradientSync):
     FSDP2 does not say when a step begins: one begins when the gradients of a parameter come a second time.
     """
 
-    def __init__(
-        self, options: DDPOptions, chooser: Chooser, log: Callable[[int], None] | None = None, *, timed: bool = False
-    ) -> None:
-        super().__init__(options, chooser, timed=timed)
+    def __init__(self, chooser: Chooser, *, timed: bool = False) -> None:
+        super().__init__(chooser, timed=timed)
         self.step = 0  # steps that have begun
-        self._log = log  # called when a step begins, with the number of steps before it
         self._reduced: set[int] | None = None  # parameters whose gradients this step has reduced; None before a step
         self._decided = 0  # the last step that `begin_step` was called for
         self._note: Tensor | None = None  # on a GPU: which calls of programs were not finite
         self._calls = 0  # of programs
 
-    def expect(self, given: set[int], *, now: bool = True) -> None:
-        """The gradients of these parameters are reduced `now` or later; begin a step if this one had some already."""
+    def expect(self, given: set[int], *, now: bool = True) -> bool:
+        """The gradients of these parameters are reduced `now` or later. Returns whether a step begins with them."""
+        before = self.step
         if self._reduced is None or given & self._reduced:
             self._reduced = set()
             self.step += 1
-            if self._log is not None:
-                self._log(self.step - 1)
         if now:
             self._reduced |= given
+        return self.step > before
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Choose codecs and feedback, at the first call of a step."""
