@@ -22,7 +22,7 @@ from thinwire.feedback import Piece
 from thinwire.integrations import choice
 from thinwire.integrations.choice import Chooser, Policy, auto, options
 from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Race, deal_bits
-from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
+from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, parse
 from thinwire.integrations.models import ParameterNames, ParameterSize as Size
 from thinwire.integrations.stats import Stats, Tally
 
@@ -51,17 +51,16 @@ def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> 
     want = parse(spec[max(begun)]) if begun else Identity()
     items = list(spec.items())
     random.Random(step).shuffle(items)
-    schedule = Schedule(dict(items), 0)
-    assert schedule.at(step) == want
-    assert set(map(str, schedule.choices)) == {str(parse(choice)) for choice in spec.values()}
+    assert Policy(DDPOptions(dict(items)), step=step).choice == want
 
 
 def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
-    schedule = Schedule("lloyd2", 5)
-    assert [schedule.at(step) for step in (0, 4, 5, 99)] == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
-    assert (str(schedule), str(Schedule("lloyd2", 0))) == ("{0: none, 5: lloyd2}", "lloyd2")
-    assert str(Schedule({3: "auto:2.5"}, 0)) == "{3: auto:2.5}"
-    assert str(Schedule({0: "int8"}, 0)) == "int8"
+    options = DDPOptions("lloyd2", warmup_steps=5)
+    chosen = [Policy(options, step=step).choice for step in (0, 4, 5, 99)]
+    assert chosen == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
+    assert (options.asked, DDPOptions("lloyd2").asked) == ("{0: none, 5: lloyd2}", "lloyd2")
+    assert DDPOptions({3: "auto:2.5"}).asked == "{3: auto:2.5}"
+    assert DDPOptions({0: "int8"}).asked == "int8"
 
 
 # --- rules and exemptions ---------------------------------------------------------------------------------------------

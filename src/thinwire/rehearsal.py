@@ -268,7 +268,7 @@ class Rehearsal(Handle):
         super().__init__()
         if isinstance(model, nn.parallel.DistributedDataParallel) or not isinstance(model, nn.Module):
             raise CollectiveError(f"rehearse takes the model that DDP wraps, got {type(model).__name__}")
-        if any(isinstance(choice, Auto) and choice.bits is None for choice in options.schedule.choices):
+        if Auto() in options.schedule.values():
             raise CodecError("codec='auto' times codecs on a link, and a rehearsal has none: name a codec")
         if options.mesh is not None:
             raise CodecError("a rehearsal has no mesh: leave out mesh= and inside=")

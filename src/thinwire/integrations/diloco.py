@@ -507,7 +507,7 @@ def _check(every: int, fragments: int, overlap: int, beta: float, parameters: in
 
 
 def _check_codec(options: DDPOptions, fragments: int) -> None:
-    choices = options.schedule.choices
+    choices = options.schedule.values()
     if Auto() in choices:
         raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
     if fragments > 1 and any(isinstance(choice, Auto) for choice in choices):

@@ -214,7 +214,7 @@ def stats_of(
     numel = sum(count for count, _ in coded)
     return Stats(
         steps=steps,
-        codec=str(chooser.policy.options.schedule),
+        codec=chooser.policy.options.asked,
         feedback=chooser.feedback_in_use(used),
         chosen=chooser.why,
         bytes_sent=tally.bytes_sent,

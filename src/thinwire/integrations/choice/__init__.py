@@ -60,7 +60,7 @@ class Policy:
     @functools.cached_property
     def few_bits(self) -> bool:
         """Whether anything travels in fewer than 4 bits."""
-        choices = [*self.options.schedule.choices, *self.options.rules.codecs]
+        choices = [*self.options.schedule.values(), *self.options.rules.codecs]
         if any(isinstance(choice, Auto) and choice.bits is not None and choice.bits < 4 for choice in choices):
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in leaves(choice)]
@@ -74,7 +74,8 @@ class Policy:
     @functools.cached_property
     def choice(self) -> Codec | Auto:
         """The schedule's, at this step."""
-        return self.options.schedule.at(self.step)
+        begun = [choice for start, choice in self.options.schedule.items() if self.step >= start]
+        return begun[-1] if begun else Identity()
 
     @property
     def budget(self) -> float | None:
@@ -135,7 +136,7 @@ class Policy:
     def remembered(self, sizes: Mapping[str, ParameterSize]) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
-        for start in self.options.schedule.starts:
+        for start in self.options.schedule:
             then = replace(self, step=start, candidate=auto.CANDIDATES[-1])
             for name, (shape, numel, dtype) in sizes.items():
                 kind = then._feedback(self.options.rules.codec_of(name, shape, dtype, then.base))

@@ -59,33 +59,6 @@ def parse(spec: object) -> Codec | Auto:
     raise CodecError(f"{text!r}: expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
 
 
-class Schedule:
-    """The choice that holds from each step on."""
-
-    def __init__(self, spec: object, warmup_steps: int) -> None:
-        if not is_int(warmup_steps) or warmup_steps < 0:
-            raise CodecError(f"warmup_steps must be an integer, 0 or more, got {warmup_steps!r}")
-        if not isinstance(spec, Mapping):
-            spec = {0: "none", warmup_steps: spec} if warmup_steps else {0: spec}
-        elif warmup_steps:
-            raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
-        if not spec or any(not is_int(step) or step < 0 for step in spec):
-            raise CodecError(f"a schedule maps steps, 0 or more, to codecs, as {{0: 'none', 100: 'int8'}}: got {spec}")
-        self._from = {step: parse(spec[step]) for step in sorted(spec)}
-        self.starts = list(self._from)
-        self.choices = list(self._from.values())  # all that hold at some step
-
-    def at(self, step: int) -> Codec | Auto:
-        """What holds at `step`; nothing is compressed before the first entry."""
-        begun = [choice for start, choice in self._from.items() if step >= start]
-        return begun[-1] if begun else Identity()
-
-    def __str__(self) -> str:
-        if list(self._from) == [0]:
-            return str(self._from[0])
-        return "{" + ", ".join(f"{step}: {choice}" for step, choice in self._from.items()) + "}"
-
-
 class Rules:
     """The codec of a parameter, where most travel in `base`.
 
@@ -245,11 +218,27 @@ class DDPOptions:
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
         if self.algorithm == "two_phase":
-            check_recodes([one for one in self.schedule.choices if isinstance(one, Codec)], "algorithm='two_phase'")
+            check_recodes([one for one in self.schedule.values() if isinstance(one, Codec)], "algorithm='two_phase'")
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.codec, self.warmup_steps)
+    def schedule(self) -> Mapping[int, Codec | Auto]:
+        """The choices by the step from which each holds, in order; nothing is compressed before the first."""
+        spec, warmup_steps = self.codec, self.warmup_steps
+        if not is_int(warmup_steps) or warmup_steps < 0:
+            raise CodecError(f"warmup_steps must be an integer, 0 or more, got {warmup_steps!r}")
+        if not isinstance(spec, Mapping):
+            spec = {0: "none", warmup_steps: spec} if warmup_steps else {0: spec}
+        elif warmup_steps:
+            raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
+        if not spec or any(not is_int(step) or step < 0 for step in spec):
+            raise CodecError(f"a schedule maps steps, 0 or more, to codecs, as {{0: 'none', 100: 'int8'}}: got {spec}")
+        return {step: parse(spec[step]) for step in sorted(spec)}
+
+    @property
+    def asked(self) -> str:
+        """The codec or the schedule, as text."""
+        listed = ", ".join(f"{step}: {choice}" for step, choice in self.schedule.items())
+        return listed.removeprefix("0: ") if list(self.schedule) == [0] else f"{{{listed}}}"
 
     @property
     def agreed(self) -> str:
@@ -257,7 +246,7 @@ class DDPOptions:
         elsewhere = ("warmup_steps", "inside")  # in the schedule, and with the mesh
         named = [field for field in fields(self) if field.name not in elsewhere]
         written = {field.name: found for field in named if (found := getattr(self, field.name)) != field.default}
-        written["codec"] = self.schedule
+        written["codec"] = self.asked
         if callable(self.exempt):
             written["exempt"] = "a function"
         if self.policy:
