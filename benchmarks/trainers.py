@@ -43,7 +43,7 @@ def torchtitan(**degrees: int) -> list[float]:
     config = llama3_debugmodel()
     config.metrics, config.dataloader = SimpleNamespace(build=lambda **given: log), SimpleNamespace(build=batches)
     config.tokenizer, config.validator.enable, config.checkpoint.enable = mock.MagicMock(), False, False
-    config.training.local_batch_size, config.training.seq_len, config.training.disable_cuda_graphs = 4, 64, True
+    config.training.local_batch_size, config.training.seq_len, config.training.disable_cuda_graphs = 2, 16, True
     config.debug.seed = 0
     if torch.__version__ < "2.14":
         config.parallelism.spmd_backend = "partial_dtensor"
