@@ -21,7 +21,7 @@ from thinwire.collectives import traffic
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of
 from thinwire.errors import CollectiveError, WireError
-from thinwire.integrations.choice.options import check_options
+from thinwire.integrations.choice.options import framework_options
 from thinwire.integrations.fsdp import rows
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -347,7 +347,7 @@ def refusals(group: Group) -> list[str]:
         message_of(lambda: compress_fsdp(model, inside="exact")),
         message_of(lambda: compress_fsdp(model, weights="exact" if group.rank() else "none")),
     ]
-    check_options("int8", {"weights": "exact"})  # of Lightning, Accelerate, transformers
+    framework_options("int8", {}, weights="exact")  # of Lightning, Accelerate, transformers
     handle = compress_fsdp(model, weights=" exact", replica=True)
     told.append(str(handle.stats().codec))
     return told

@@ -115,7 +115,6 @@ class RehearsedRanks:
         self.tally = Tally(timed=False)
         self.names = names
         self.buckets: list[RehearsedBucket] = []
-        self._algorithm = options.algorithm
         self._made_of: object = None  # what fixes the buckets
 
     def begin_step(self, step: int, groups: Sequence[Sequence[nn.Parameter]]) -> "list[RehearsedSum]":
@@ -125,15 +124,16 @@ class RehearsedRanks:
         fixed = self.chooser.policy.setting, [[id(p) for p in group] for group in groups]
         if fixed != self._made_of:
             self._made_of = fixed
-            self.buckets = [RehearsedBucket(group, self, self._algorithm) for group in groups]
+            self.buckets = [RehearsedBucket(group, self) for group in groups]
         return [RehearsedSum(bucket, self, step) for bucket in self.buckets]
 
 
 class RehearsedBucket:
     """Parameters whose gradients travel together, under one setting of the chooser."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: RehearsedRanks, asked: str) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: RehearsedRanks) -> None:
         world = ranks.world
+        asked = ranks.chooser.policy.options.algorithm
         self.parameters = parameters
         self.names, _ = ranks.names.of(parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device

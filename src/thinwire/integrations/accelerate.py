@@ -27,8 +27,7 @@ from thinwire.integrations.choice.options import (
     CodecLike,
     DDPKeywords,
     check_kind,
-    check_options,
-    given,
+    framework_options,
 )
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
@@ -66,7 +65,8 @@ def compress(
     `accelerator.save_state` then saves what feedback remembers on all ranks. `load_state` resumes bit-exactly on the
     same number of ranks; on another number the sum over ranks is kept.
     """
-    handle = compress_prepared(accelerator, model, codec, {**options, **given(weights=weights, replica=replica)})
+    asked = framework_options(codec, options, weights=weights, replica=replica)
+    handle = compress_prepared(accelerator, model, codec, asked)
     gathered = functools.partial(handle.state_dict, gather=True)  # all ranks call it, and rank 0's answer is saved
     load = functools.partial(load_shared, handle)
     accelerator.register_for_checkpointing(types.SimpleNamespace(state_dict=gathered, load_state_dict=load))
@@ -76,10 +76,9 @@ def compress(
 def compress_prepared(
     accelerator: Accelerator, model: nn.Module, codec: CodecChoice, options: Mapping[str, Any]
 ) -> Handle:
-    """`compress` for callers that save the handle's state themselves."""
+    """`compress` for callers that save the handle's state themselves; the options were checked."""
     if not isinstance(accelerator, Accelerator):
         raise CollectiveError(f"expected compress(accelerator, model, ...), got {type(accelerator).__name__} first")
-    check_options(codec, options)
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         check_kind(options, sharded=False, found="a model in DDP", wanted=_PLUGIN)

@@ -185,9 +185,8 @@ class DiLoCo(Handle):
 
     def _start(self, options: DDPOptions) -> None:
         """Raise on all ranks unless they agree on everything; then all begin with the first rank's model."""
-        pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
-        shapes = [(name, *shape) for name, shape in pairs]
-        numel = sum(shape.numel() for _, shape in pairs)
+        shapes = [(name, *copy.shape) for name, copy in self._copies.items()]
+        numel = sum(copy.numel() for copy in self._copies.values())
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
@@ -213,8 +212,7 @@ class DiLoCo(Handle):
 
     def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
         """The optimizer of the outer copies; `known` are all of the model's parameters."""
-        copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
-        names = [name for fragment in self._fragments for name in fragment.names]
+        copies = list(self._copies.values())
         if given is None:
             return torch.optim.SGD(copies, lr=0.7, momentum=0.9, nesterov=True)
         if isinstance(given, Optimizer):
@@ -226,7 +224,7 @@ class DiLoCo(Handle):
                 + (f"one that makes {found!r}" if callable(given) else repr(given))
             )
         stepped = {id(copy) for settings in found.param_groups for copy in settings["params"]}
-        left = [name for name, copy in zip(names, copies, strict=True) if id(copy) not in stepped]
+        left = [name for name, copy in self._copies.items() if id(copy) not in stepped]
         if left:
             raise CollectiveError(
                 f"outer_optimizer: expected all of the model's parameters that learn, got one without {left[0]}, which "

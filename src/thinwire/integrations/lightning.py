@@ -25,8 +25,7 @@ from thinwire.integrations.choice.options import (
     SharedKeywords,
     Weigh,
     check_kind,
-    check_options,
-    given,
+    framework_options,
 )
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
@@ -86,9 +85,8 @@ class Compress(Callback):
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
-        of_kind = given(weights=weights, replica=replica, weigh=weigh, algorithm=algorithm, mesh=mesh)
-        self._options = {**options, **of_kind}
-        check_options(codec, self._options)
+        by_model = {"weights": weights, "replica": replica, "weigh": weigh, "algorithm": algorithm, "mesh": mesh}
+        self._options = framework_options(codec, options, **by_model)
         if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
             raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
         self.handle: Handle | None = None

@@ -15,7 +15,7 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, framework_options
 from thinwire.integrations.models import live_objects
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
@@ -49,8 +49,7 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         replica: bool | None = None,
         **options: Unpack[DDPKeywords],
     ) -> None:
-        self._options = {**options, **given(weights=weights, replica=replica)}
-        check_options(codec, self._options)
+        self._options = framework_options(codec, options, weights=weights, replica=replica)
         self.handle: Handle | None = None
         self._codec = codec
         self._model: Callable[[], Any] = lambda: None  # a weak reference to what is compressed

@@ -303,14 +303,19 @@ def settings_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__}({'; '.join(groups)})"
 
 
-def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
-    """Raise if an option of compress_ddp or compress_fsdp is wrong for any model."""
+def framework_options(codec: CodecChoice, options: Mapping[str, Any], **by_model: Any) -> dict[str, Any]:
+    """Options of compress_ddp or compress_fsdp for a model that comes later; raises if one is wrong for any model.
+
+    by_model: options that are left out if they are None.
+    """
+    found = {**options, **{name: value for name, value in by_model.items() if value is not None}}
     for name, read in (("inside", registry.codec), ("weights", codec_of_weights)):
-        if name in options:
-            read(options[name])
-    rest = {name: value for name, value in options.items() if name not in BY_MODEL}
+        if name in found:
+            read(found[name])
+    rest = {name: value for name, value in found.items() if name not in BY_MODEL}
     check_known("compress_ddp", DDPKeywords, rest)
     DDPOptions(codec, **rest)
+    return found
 
 
 def check_kind(options: Mapping[str, Any], *, sharded: bool, found: str, wanted: str) -> None:
@@ -323,11 +328,6 @@ def check_kind(options: Mapping[str, Any], *, sharded: bool, found: str, wanted:
 def codec_of_weights(weights: CodecLike) -> Weights:
     """The codec of FSDP2's weights, or EXACT."""
     return EXACT if isinstance(weights, str) and weights.strip() == EXACT else registry.codec(weights)
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """Those options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
