@@ -10,7 +10,7 @@
 On another number of ranks, what rank k owes goes to rank k % world, so that the sum over ranks is kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire import schema
+from thinwire import feedback, schema
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.fsdp.rows import Gatherer, row_name
@@ -52,28 +52,20 @@ class ShardLayout:
     def key(self, rank: int) -> str:
         return f"{rank}{self.column}"
 
-    def read(self, residuals: Parts) -> dict[str, Tensor]:
-        """What this rank remembers, by parameter, in the form of a checkpoint."""
-        if self.replicated:
-            return {n: self.parameters[n].shard(values.float(), of_replica=True) for n, values in residuals.items()}
-        found = {}
-        for name, parameter in self.parameters.items():
-            keys = {row: row_name(name, row) for row in range(self.world)}
-            held = {row: residuals[key] for row, key in keys.items() if key in residuals}
-            rows = torch.zeros(self.world, parameter.numel)
-            for row, values in held.items():
-                rows[row, : values.numel()] = values
-            if held:
-                found[name] = parameter.whole(rows)
-        return found
-
-    def blank(self, sync: GradientSync) -> dict[str, Tensor]:
-        """Zeros in that form, for every parameter that has feedback at some step."""
+    def saved(self, names: Iterable[str], residuals: Parts) -> dict[str, Tensor]:
+        """What is remembered of these parameters, in the form of a checkpoint: zeros where that is nothing."""
         found: dict[str, Tensor] = {}
-        for name in sync.chooser.remembered():
+        for name in names:
             parameter = self.parameters[name]
-            zeros = torch.zeros(parameter.numel if self.replicated else parameter.shape)
-            found[name] = parameter.shard(zeros, of_replica=True) if self.replicated else zeros
+            if self.replicated:
+                values = residuals.get(name, torch.zeros(parameter.numel))
+                found[name] = parameter.shard(values.float(), of_replica=True)
+            else:
+                rows = torch.zeros(self.world, parameter.numel)
+                for row, part in enumerate(rows):
+                    values = residuals.get(row_name(name, row), part[:0])
+                    part[: values.numel()] = values
+                found[name] = parameter.whole(rows)
         return found
 
     def spread(self, saved: Parts) -> dict[str, Tensor]:
@@ -101,15 +93,15 @@ def export(
 ) -> dict[str, Any]:
     """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
     memories = sync.memories
-    meant = [name for name, (_, kind) in sync.chooser.remembered().items() if kind == "ef21"]
+    remembered = sync.chooser.remembered()
+    meant = [name for name, (_, kind) in remembered.items() if kind == "ef21"]
     means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
     means |= memories.means.read()
     wanted = [layout.rank] if world is None else range(layout.rank, world, layout.world)
-    ranks = {layout.key(k): layout.blank(sync) for k in wanted}
-    errors: dict[str, list[tuple[str, float]]] = {key: [] for key in ranks}
-    if world is None:
-        ranks[layout.key(layout.rank)] |= layout.read(memories.residuals.read())
-        errors = {layout.key(layout.rank): sorted(sync.tally.errors_by_name().items())}
+    residuals = memories.residuals.read() if world is None else {}
+    errors = sorted(sync.tally.errors_by_name().items()) if world is None else []
+    names = [name if layout.replicated else name.rpartition(feedback.ROW)[0] for name in residuals]
+    names = list(dict.fromkeys([*remembered, *names]))
     return {
         "version": checkpoint.VERSION,
         "steps": dict(steps),
@@ -120,8 +112,8 @@ def export(
         "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
         "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
         "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
-        "ranks": ranks,
-        "errors": errors,
+        "ranks": {layout.key(k): layout.saved(names, residuals) for k in wanted},
+        "errors": {layout.key(k): list(errors) for k in wanted},
     }
 
 
