@@ -42,7 +42,6 @@ def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGro
     memories = sync.memories
     remembered = sync.chooser.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
-    dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
     wanted = [group.rank()] if world is None else range(group.rank(), world, group.size())
     residuals, means = (memories.residuals.read(), memories.means.read()) if world is None else ({}, {})
     errors = sorted(sync.tally.errors_by_name().items())
@@ -54,7 +53,7 @@ def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGro
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
         "decisions": sync.chooser.state_dict(),
         "errors": {str(k): list(errors) for k in wanted},
-        "ranks": {str(k): _complete(residuals, remembered, dtype) for k in wanted},
+        "ranks": {str(k): _complete(residuals, remembered, memories.residuals.dtype) for k in wanted},
         "mean": _complete(means, meant, torch.float32),
     }
 

@@ -126,7 +126,8 @@ class GradientSync:
         message, program = bucket.message, bucket.program
         if message is None:
             self.tally.sent(bucket.plain_bytes)
-            return _plainly(gradients.buffer, output, group)
+            plain = torch_verbs.average(gradients.buffer, group)  # as DDP averages without a hook
+            return plain.then(lambda done: (done.value(), output)[1])  # raises what went wrong
         self.tally.sent(message.sent_bytes, bucket.plain_bytes)
         if program is not None and not self.chooser.measuring:
             program.weigh = gradients.weigh
@@ -231,11 +232,6 @@ def stats_of(
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
     """The bytes that a rank sends of an uncompressed sum."""
     return 2 * (world - 1) * numel * dtype.itemsize // world
-
-
-def _plainly(buffer: Tensor, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
-    """Average uncompressed, as DDP does without a hook."""
-    return torch_verbs.average(buffer, group).then(lambda done: (done.value(), output)[1])  # raises what went wrong
 
 
 # [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass

@@ -57,7 +57,7 @@ class Columns:
     """
 
     def __init__(self, lanes: Sequence[lanes.BucketLane], width: int, like: Tensor, message: RowMessage) -> None:
-        self._message = message
+        self.message = message
         self._in_place = lanes[0].stretches == ((0, width),)
         copied = lanes[int(self._in_place) :]  # a lane in place has all columns
         spans = [[torch.arange(begin, end) for begin, end in lane.stretches] for lane in copied]
@@ -73,7 +73,7 @@ class Columns:
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program: (output, input), matrices of which small lanes are picked."""
         each = [[rows, *[Picked(rows, index) for index in self._places[rows.shape[0]]]] for rows in tensors]
-        self._message.program(space, each[0] + each[1], step, bad)
+        self.message.program(space, each[0] + each[1], step, bad)
 
     def send(
         self,
@@ -85,7 +85,7 @@ class Columns:
     ) -> None:
         """Run the message on matrices; `input` is modified."""
         if self._places and hooks is None:
-            self._message.launch(self, (output, input), step, note)
+            self.message.launch(self, (output, input), step, note)
             return
         first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
         others = [input.index_select(1, index) for index in self._index[first:]]
@@ -94,7 +94,7 @@ class Columns:
         inputs = [input if self._in_place else input.index_select(1, self._index[0]), *others]
         blanks = [output.new_empty((output.shape[0], index.numel())) for index in self._index]
         outputs = [output, *blanks] if self._in_place else blanks
-        self._message.run(outputs, inputs, step, hooks, note)
+        self.message.run(outputs, inputs, step, hooks, note)
         for part, index in zip(outputs[int(self._in_place) :], self._index, strict=True):
             output.index_copy_(1, index, part)
 
@@ -230,7 +230,7 @@ class Gatherer:
         self.copy = feedback.RowCopy()  # all ranks' rows, as gathered last
         self.sent = 0  # gathers of differences; the first was exact
         self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather brings the others'
-        self._messages: dict[object, tuple[Columns, RowMessage]] = {}
+        self._columns: dict[object, Columns] = {}
 
     @functools.cached_property
     def _padding(self) -> Tensor:
@@ -319,21 +319,20 @@ class Gatherer:
 
     def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, step: int) -> int:
         key = input.dtype, input.device, group.group_name
-        if key not in self._messages:
-            self._messages[key] = self._new_message(input, group)
-        columns, message = self._messages[key]
+        if key not in self._columns:
+            self._columns[key] = self._new_columns(input, group)
+        columns = self._columns[key]
         columns.send(output.view(group.size(), -1), input.view(1, -1), step)
-        return message.sent_bytes
+        return columns.message.sent_bytes
 
-    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, RowMessage]:
+    def _new_columns(self, like: Tensor, group: dist.ProcessGroup) -> Columns:
         specs = []
         assert isinstance(self._codec, Codec)
         for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
             specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
-        message = RowMessage([lane.spec for lane in found], like, group)
-        return Columns(found, self._width, like, message), message
+        return Columns(found, self._width, like, RowMessage([lane.spec for lane in found], like, group))
 
 
 class ExactGather(Operation):
