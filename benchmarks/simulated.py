@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
-from thinwire.collectives.lane import decoded
-from thinwire.collectives.programs import SumKernels, lane_rows
-from thinwire.collectives.sums import TwoPhase
+from thinwire.collectives.sums import SumChunk, SumKernels, lane_rows
 from thinwire.feedback import Memories
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
@@ -27,7 +25,7 @@ from thinwire.integrations.lanes import BucketLane, lanes_of
 from thinwire.integrations.models import ParameterNames, ParameterSize
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import compiled, hashing
-from thinwire.kernels.rows import Bad, Memory
+from thinwire.kernels.rows import Bad, Memory, message
 
 _LINE = 1024  # elements
 
@@ -58,10 +56,8 @@ class Lane(NamedTuple):
 
     def memory(self, rank: int, x: Tensor) -> Memory | None:
         """What feedback remembers of a replica; `x` is where the launches leave what they need of each other."""
-        if self.carries_W[rank] is None:
-            return None
-        kept, mean = self.carries_W[rank].memories
-        return Memory(kept, x, mean)
+        carry = self.carries_W[rank]
+        return carry and Memory(carry.kept, x, carry.mean)
 
 
 class ReplicaAverager:
@@ -170,13 +166,16 @@ class ReplicaAverager:
         for lane, xs in zip(self._lanes, xs_L, strict=True):
             codec = lane.lane.spec.first_phase
             watch = self._tally.watch(lane.lane.pieces, self.device)
-            for x, carry in zip(xs, lane.carries_W, strict=True):
-                message = x.clone()
-                if carry is not None:
-                    carry.compensate((0, x.numel()), x, message)
-                wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=self.device)
-                codec.encode(message, wire, step=step)
-                watch((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
+            feedback = lane.launches_W[0].feedback
+            for rank, x in enumerate(xs):
+                sent, numel = x.clone(), x.numel()
+                memory = lane.memory(rank, sent)
+                if memory is not None and feedback is not None:
+                    message(x, memory, feedback, 0, numel)
+                wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=self.device)
+                codec.encode(sent, wire, step=step)
+                codec.decode(wire, read := torch.empty_like(sent), step=step)
+                watch((0, numel), sent, read)
 
     def _new_lanes(self) -> list[Lane]:
         specs = [self.chooser.spec(name, size) for name, size in self.sizes.items()]
@@ -186,12 +185,14 @@ class ReplicaAverager:
         sizes = [s.codec.wire_bytes(lane_rows(s, self.world, two_phase=True).each, s.encoded) for s in streamed]
         self._stride = sum(sizes)
         links: list[Any] = list(spots)
-        self.bytes_per_step = max(sum(TwoPhase(link).sent_bytes(s, s.numel) for s in streamed) for link in links)
+        self.bytes_per_step = max(
+            sum(SumChunk(link, [s], 1.0, two_phase=True, fused=False).sent_bytes for s in streamed) for link in links
+        )
         return [
             Lane(
                 lane=lane,
                 launches_W=[SumKernels(s, link, 1.0 / self.world, self._stride, two_phase=True) for link in links],
-                carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.world, self.device) for m in self._memories],
+                carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,
             )

@@ -5,6 +5,7 @@ Rows travel over gloo, blocking. `with rowed(group)` the group's calls run as pr
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,18 +23,17 @@ class RowedTransport(transport.PairTransport):
 
     on_stream = True
 
-    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
-        super().__init__(group, sequences)
-        self.device = CPU
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
+        super().__init__(group, sequences, device)
         self.log: list[tuple[str, int]] = []
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> None:  # type: ignore[override]
         self.log.append(("all_to_all", sent.numel()))
         dist.all_to_all_single(received, sent, group=self.group)
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        self.log.append(("all_gather", output.numel()))
-        groups.all_gather_single(output, input.clone(), group=self.group)
+    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> None:  # type: ignore[override]
+        self.log.append(("all_gather", whole.numel()))
+        groups.all_gather_single(whole, own.clone(), group=self.group)
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         self.log.append(("broadcast", whole.numel()))
@@ -45,7 +45,7 @@ class RowedTransport(transport.PairTransport):
 
 
 def _rowed_transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
-    return RowedTransport(group, sequences)
+    return RowedTransport(group, sequences, device)
 
 
 @contextlib.contextmanager

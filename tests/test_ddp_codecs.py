@@ -6,7 +6,7 @@ tests/test_policy.py has the rules.
 import contextlib
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,13 @@ import pytest
 import replicas
 from cases import on_ranks
 from replicas import Given, Group, Shapes, backward, draw, flat, mean_of, residuals, wrap
-from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
+from thinwire import BlockInt, Lloyd, codec, compress_ddp
 from thinwire.collectives import channel as channels, failures, torch_verbs, transport
 from thinwire.integrations import sync
 from thinwire.integrations.choice import auto
+from thinwire.kernels import cpu
+from thinwire.kernels.schema import Encoding
+from thinwire.wire import Kind
 
 LAYERS: Shapes = {"a": (40, 50), "b": (2000,), "c": (33, 61), "d": (9,), "f": (30, 30), "e": (64, 32)}
 LEVELS = {"none": 1e-7, "bf16": 2.0**-8, "int8": 0.02, "lloyd4": 0.15, "lloyd2": 0.52, "lloyd1": 1.0}  # relative errors
@@ -63,23 +66,20 @@ def clocked(costs: Costs) -> Iterator[None]:
     """A clock that goes on only when gradients are encoded, or averaged by torch."""
     clock = [0.0]
 
-    def costing(inner: Any, seconds: float) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            clock[0] += seconds
-            return inner(*args, **kwargs)
+    def costing(inner: Any, names: Mapping[Any, str]) -> Any:
+        def call(how: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = how.format.kind if isinstance(how, Encoding) else None
+            clock[0] += costs[names[kind]]
+            return inner(how, *args, **kwargs)
 
         return call
 
-    owners: dict[str, tuple[Any, str]] = {
-        "none": (torch_verbs, "average"),
-        "bf16": (Cast, "encode"),
-        "int8": (BlockInt, "encode"),
-        "lloyd4": (Lloyd, "encode"),
-    }
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(sync, "perf_counter", lambda: clock[0]))
-        for kind, (owner, name) in owners.items():
-            stack.enter_context(patch.object(owner, name, costing(getattr(owner, name), costs[kind])))
+    kinds = {Kind.CAST: "bf16", Kind.BLOCK_INT: "int8", Kind.LLOYD: "lloyd4"}
+    with (
+        patch.object(sync, "perf_counter", lambda: clock[0]),
+        patch.object(torch_verbs, "average", costing(torch_verbs.average, {None: "none"})),
+        patch.object(cpu, "encode", costing(cpu.encode, kinds)),
+    ):
         yield
 
 

@@ -24,7 +24,7 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.lane import Fine, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.sums import OneShot
+from thinwire.collectives.sums import SumProgram
 
 pytestmark = list(needs_cuda)
 N = 40_000
@@ -78,18 +78,16 @@ def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: 
 def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, float]:
     channel, device = nccl_channel(), CUDA
     memories = [torch.zeros(N, device=device) for _ in range(2)]
-    gaps = feedback.Gaps([feedback.Piece("all", N)])
-    carry = feedback.Classic(memories[0], 1, gaps) if kind == "classic" else feedback.EF21(*memories, 1, gaps)
-    reducer = OneShot(channel.transport)
+    carry = feedback.Carry(memories[0], None if kind == "classic" else memories[1])
     spec = LaneSpec(N, *[thinwire.codec("lloyd2")] * 2, kind, chunking=chunks.Chunking(N, 16_384))
-    size = reducer.scratch_bytes(spec, 16_384)
+    program = SumProgram([channel.transport], "one_shot", [spec], 1.0, fused=False)
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", [spec], size, 3 * size)
+        plan = CallPlan("all_reduce", [spec], program.scratch_end)
         call = issue_call(channel, "all_reduce", plan, outputs=[x], step=step, async_op=True)
         lane = Lane(spec, Flat([x]), carry, None, told.append)
-        channel.submit(AllReduce(call, [lane], reducer, 1.0), call).wait()
+        channel.submit(AllReduce(call, [lane], program), call).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

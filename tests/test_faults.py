@@ -37,6 +37,7 @@ from thinwire.collectives import failures, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
+from thinwire.kernels import cpu
 from thinwire.qat.agreement import Agreement
 from thinwire.wire import KEY_AT
 
@@ -255,7 +256,7 @@ class Waiting(RowedTransport):
 
 def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
     """What is said in a call on a stream, and in the next."""
-    with rowed(), patch.object(transport, "transport", lambda *args: Waiting(args[0], args[2])):
+    with rowed(), patch.object(transport, "transport", lambda *args: Waiting(args[0], args[2], args[1])):
         member = dist.new_group()
         call = calls_of(verb, member)
         call(5000)
@@ -325,10 +326,10 @@ def fail(group: Group, async_op: bool) -> tuple[str, float]:
     dist.barrier(member)
     start = time.monotonic()
 
-    def encode(self: object, *args: object, **kwargs: object) -> None:
+    def encode(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room")
 
-    with patch.object(thinwire.BlockInt, "encode", encode if group.rank() == 1 else thinwire.BlockInt.encode):
+    with patch.object(cpu, "encode", encode if group.rank() == 1 else cpu.encode):
         work: Any = thinwire.all_reduce(torch.ones(500), group=member, async_op=True, **HOW)
         error = failure(work.get_future().wait if async_op else work.wait)
     return f"{type(error).__name__}: {error}", time.monotonic() - start
@@ -422,10 +423,10 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(group: Group, variabl
 def test_a_flipped_bit_of_a_rotation_key_is_noticed(group: Group, verb: str) -> None:
     """In the header of what rank 0 encodes."""
     how: Any = {"group": dist.new_group(), "codec": "lloyd4", "algorithm": "compressed"}
-    encode = thinwire.Lloyd.encode
+    encode = cpu.encode
 
-    def flipped(self: Any, x: Tensor, wire: Tensor, **options: Any) -> None:
-        encode(self, x, wire, **options)
+    def flipped(how: Any, x: Tensor, wire: Tensor, *args: Any, **options: Any) -> None:
+        encode(how, x, wire, *args, **options)
         wire[KEY_AT] ^= int(group.rank() == 0)
 
     x, whole = torch.ones(600), torch.ones(1200)
@@ -435,7 +436,7 @@ def test_a_flipped_bit_of_a_rotation_key_is_noticed(group: Group, verb: str) -> 
         "broadcast": lambda: thinwire.broadcast(x, 0, **how),
         "scatter": lambda: thinwire.reduce_scatter_tensor(x, whole, **how),
     }
-    with patch.object(thinwire.Lloyd, "encode", flipped):
+    with patch.object(cpu, "encode", flipped):
         text = str(failure(calls[verb]))
     assert group.rank() == 0 or re.search(r"was rotated with key 0x\w+, expected 0x", text), text
 
@@ -455,7 +456,7 @@ def test_a_failure_keeps_nothing_alive(group: Group) -> tuple[bool, bool, bool]:
     member, x = dist.new_group(), torch.ones(500)
     work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
     work.wait()
-    with patch.object(thinwire.BlockInt, "encode", None):
+    with patch.object(cpu, "encode", None):
         work = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
         future = work.get_future()
         kept = [failure(work.wait), failure(future.wait), failure(future.value)]

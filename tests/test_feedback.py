@@ -15,7 +15,8 @@ import cases
 from cases import CPU, assert_same, by_turns, generated, on_ranks, over, seeded
 from replicas import PAIR, Given, Group, backward, draw, flat, residuals, wrap
 from thinwire import Codec, CodecError, Identity, compress_ddp
-from thinwire.feedback import EF21, Classic, Gaps, Ledger, Piece, deal
+from thinwire.feedback import Carry, Gaps, Ledger, Piece, deal
+from thinwire.kernels.rows import Feedback, Memory, message, remember
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = over("dtype", DTYPES)
@@ -232,57 +233,37 @@ PIECES = [Piece("a", 2), Piece(None, 3), Piece("b", 4)]
 NAMED = torch.tensor([piece.name is not None for piece in PIECES for _ in range(piece.numel)])
 
 
-def carries(world: float = 2.0) -> list[tuple[Any, list[Tensor]]]:
-    """Of both kinds, with their memories."""
-    (error, _), (sent, mean) = memories = [[KEPT.clone(), KEPT.clone()] for _ in range(2)]
-    return [
-        (Classic(error, world, Gaps(PIECES)), memories[0][:1]),
-        (EF21(sent, mean, world, Gaps(PIECES)), memories[1]),
-    ]
+FEEDBACKS = {"classic": Feedback("classic", 2.0), "ef21": Feedback("ef21", -2.0)}
+
+
+def carried(kind: str) -> Carry:
+    return Carry(KEPT.clone(), KEPT.clone() if kind == "ef21" else None, Gaps(PIECES))
 
 
 @over("span", [(0, 9), (1, 4), (3, 8), (5, 9)])
 def test_a_message_has_what_is_owed_and_nothing_of_a_gap(span: tuple[int, int]) -> None:
-    x, part = torch.full((span[1] - span[0],), 5.0), slice(*span)
-    owed = torch.where(NAMED, 2 * KEPT, 0)[part]
-    sent = torch.where(NAMED[part], x, 0)
-    for (carry, _), want in zip(carries(), (sent + owed, sent - owed), strict=True):
-        out = torch.full_like(x, math.nan)
-        carry.compensate(span, x, out)
-        assert_same(out, want)
-    (classic, _), (ef21, _) = carries()
-    for out in (x.clone(), torch.full_like(x, math.nan)):  # in place or not
-        assert_same(classic.owed(span, x, out), owed)
-        assert_same(out, sent)
-    assert ef21.owed(span, x, x) is None
+    part = slice(*span)
+    for kind, feedback in FEEDBACKS.items():
+        x = torch.full((span[1] - span[0],), 5.0)
+        memory = carried(kind).part(span, x, span)
+        assert_same(message(x, memory._replace(left=x), feedback, 0, len(x)), x)  # in place
+        assert_same(x, torch.where(NAMED, 5 + feedback.factor * KEPT, 0)[part])
 
 
 @over("fine", [True, False, torch.tensor(True), torch.tensor(False)])
 def test_memories_change_with_chunks_that_are_finite(fine: bool | Tensor) -> None:
     """On a GPU that is a tensor: nobody waits to know."""
-    after = [[3.0, 3.0, 3.0, 5.0, 5.0], [4.0, 5.0, 6.0, 17.0, 18.0]]  # errors; or sums of what was read
-    for (carry, memories), want in zip(carries(), after, strict=True):
-        x = torch.full((4,), 2.0)
-        carry.keep((0, 3), torch.full((3,), 6.0), 0.5, fine)
-        carry.keep_local((3, 5), torch.full((2,), 9.0), torch.full((2,), 4.0), fine)
-        carry.result((5, 9), x, fine)
-        assert_same(memories[0], torch.cat((torch.tensor(want), KEPT[5:])) if fine else KEPT)
-        if len(memories) > 1:
-            assert_same(x, KEPT[5:] + 2)
-            assert_same(memories[1], torch.cat((KEPT[:5], x)) if fine else KEPT)
-
-
-def test_sums_and_what_they_lose() -> None:
-    """Of an own part that is added in full to what the others sent."""
-    for (carry, _), want in zip(carries(), (14.0, 3.0 - 14.0), strict=True):
-        own, total = torch.full((3,), 6.0), torch.full((3,), 11.0)
-        carry.reduced(own, total, 0.5)
-        assert_same(total, torch.full((3,), 14.0))
-        assert_same(own, torch.full((3,), want))
-    for (carry, _), want in zip(carries(), (-2.0, 8.0), strict=True):
-        message = torch.full((3,), 6.0)
-        carry.sent(message, torch.full((3,), 8.0))
-        assert_same(message, torch.full((3,), want))
+    after = {"classic": [3.0, 3.0, 3.0, 5.0, 5.0], "ef21": [4.0, 5.0, 6.0, 13.0, 14.0]}  # errors; sums of what was read
+    for kind, feedback in FEEDBACKS.items():
+        carry, result = carried(kind), torch.full((9,), 4.0)
+        left = torch.tensor([6.0] * 3 + [5.0] * 2)
+        memory = Memory(carry.kept[:5], left, None if carry.mean is None else carry.mean[:5])
+        remember(memory, feedback, 0, 3, result[:3], False, 0.5, fine)
+        remember(memory, feedback, 3, 5, result[3:5], True, 0.5, fine)
+        assert_same(carry.kept, torch.cat((torch.tensor(after[kind]), KEPT[5:])) if fine else KEPT)
+        if carry.mean is not None:
+            assert_same(result[:5], KEPT[:5] + 4)
+            assert_same(carry.mean, torch.cat((result[:5], KEPT[5:])) if fine else KEPT)
 
 
 @by_turns("dtype, feedback, world", [torch.bfloat16, torch.float16, torch.float64], ["classic", "ef21"], [2, 3])

@@ -129,7 +129,7 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 
 LINES = {  # at most
-    "kernels": 6736,
+    "kernels": 6791,
     "tools.bench": 955,
     "tools.advise": 816,
     "tools.report": 281,
@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (23, 5677, 64), "integrations": (20, 5348, 47)}
+BUDGETS = {"collectives": (23, 5483, 61), "integrations": (20, 5348, 47)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)

@@ -200,11 +200,11 @@ def test_scratch_that_grows_is_held_by_nobody() -> None:
     space = Workspace(CPU)
     small = Region(64, lambda buffer: buffer[:8])
     large = Region(4096, lambda buffer: buffer[:8])
-    small.views(space)
+    space.view(small)
     held = weakref.ref(space.buffer)
-    large.views(space)
+    space.view(large)
     assert held() is None
-    assert small.views(space).data_ptr() == large.views(space).data_ptr() == space.buffer.data_ptr()
+    assert space.view(small).data_ptr() == space.view(large).data_ptr() == space.buffer.data_ptr()
 
 
 @on_ranks(2, gives=["4.00"])

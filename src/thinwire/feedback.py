@@ -8,17 +8,8 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 | classic | x + W * error | error = what was lost | the mean of what was read |
 | ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
 
-Both follow [Note: Feedback] in collectives/lane.py, which calls, for every span of a lane:
-
-    compensate  out = what travels instead of x; they may share memory
-    owed        out = x; returns the message minus x, if all that `keep` needs is what encoding their sum loses
-    sent        message = what `keep` needs, given what the other ranks read
-    reduced     total += scale * local, this rank's message; local = what `keep_local` needs
-    keep        remember what `sent` left, or what was lost, if all ranks' numbers are finite
-    keep_local  remember what `reduced` left, given what all ranks read
-    result      x, the mean of what ranks sent, becomes the mean of their numbers
-
-To add a kind: a class with these methods, an entry in `KINDS`, and its formula here.
+kernels/rows.py says what travels and what is remembered in two phases (see [Note: Feedback] in collectives/lane.py).
+To add a kind: an entry in `KINDS`, its formula here and there, and its launches in kernels/triton.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,18 +19,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import CodecError
+from thinwire.kernels.rows import Memory
 
 Span = tuple[int, int]  # elements begin <= i < end of a lane
-Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU a tensor, so that the host does not wait
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def _put(kept: Tensor, values: Tensor, fine: Fine) -> None:
-    """kept = values, if fine."""
-    if isinstance(fine, Tensor):
-        kept.copy_(torch.where(fine, values, kept))
-    elif fine:
-        kept.copy_(values)
 
 
 class Gaps:
@@ -60,110 +43,21 @@ class Gaps:
                 message[max(begin, span[0]) - span[0] : end - span[0]].zero_()
 
 
-class Classic:
-    """Adds to the next message what the last one lost."""
+class Carry(NamedTuple):
+    """The feedback of a lane: what is remembered, with EF21 the mean too, and what of the lane is no parameter's."""
 
-    def __init__(self, error: Tensor, world: float, gaps: Gaps) -> None:
-        self._error = error
-        self._world = world  # by which a sum over ranks is divided
-        self._gaps = gaps
+    kept: Tensor  # one number per element, in fp32 or bf16
+    mean: Tensor | None = None
+    gaps: Gaps = Gaps(())
 
-    @property
-    def memories(self) -> tuple[Tensor, None]:
-        """For kernels that remember as they decode: one number per element, in fp32 or bf16; the mean of EF21."""
-        return self._error, None
-
-    def _owed(self, span: Span) -> Tensor:
-        return self._error[span[0] : span[1]].to(torch.float32) * self._world
-
-    def compensate(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """out = x + W * error, rounded as `encode` rounds it."""
-        torch.add(x, self._owed(span), out=out)
-        self._gaps.clear(span, out)
-
-    def owed(self, span: Span, x: Tensor, out: Tensor) -> Tensor:
-        """W * error; out = x."""
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        owed = self._owed(span)
-        self._gaps.clear(span, owed)
-        self._gaps.clear(span, out)
-        return owed
-
-    def sent(self, message: Tensor, decoded: Tensor) -> None:
-        """message = what was lost of it."""
-        message.sub_(decoded)
-
-    def reduced(self, local: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * local; local = total, which minus the result is what was lost."""
-        total.add_(local, alpha=scale)
-        local.copy_(total)
-
-    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
-        """error = what the message lost."""
-        _put(self._error[span[0] : span[1]], kept.mul_(scale), fine)
-
-    def keep_local(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
-        """error = what the sum lost."""
-        _put(self._error[span[0] : span[1]], kept.sub_(result), fine)
-
-    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
-        """x is the result."""
+    def part(self, span: Span, x: Tensor, mean: Span | None) -> Memory:
+        """What kernels remember of a span, x being its numbers, and of a span of the mean; gaps are cleared in both."""
+        kept = self.kept[span[0] : span[1]]
+        self.gaps.clear(span, kept)
+        self.gaps.clear(span, x)
+        return Memory(kept, kept, None if mean is None or self.mean is None else self.mean[mean[0] : mean[1]])
 
 
-class EF21:
-    """Sends the difference to what was sent before; every rank keeps the sum of all means.
-
-    Richtarik, Sokolov, Fatkhullin: "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
-    Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
-    """
-
-    def __init__(self, sent: Tensor, mean: Tensor, world: float, gaps: Gaps) -> None:
-        self._sent = sent
-        self._mean = mean
-        self._world = world
-        self._gaps = gaps
-
-    @property
-    def memories(self) -> tuple[Tensor, Tensor]:
-        return self._sent, self._mean
-
-    def compensate(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """out = x - W * sent."""
-        torch.add(x, self._sent[span[0] : span[1]], alpha=-self._world, out=out)
-        self._gaps.clear(span, out)
-
-    def owed(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """None: `keep` needs what was read, not what was lost."""
-
-    def sent(self, message: Tensor, decoded: Tensor) -> None:
-        """message = what the others read."""
-        message.copy_(decoded)
-
-    def reduced(self, local: Tensor, total: Tensor, scale: float) -> None:
-        """total += scale * local; local = minus what the others' messages gave to the total."""
-        local.mul_(scale)
-        total.add_(local)
-        local.sub_(total)
-
-    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
-        """sent += what was read."""
-        sent = self._sent[span[0] : span[1]]
-        _put(sent, kept.mul_(scale).add_(sent), fine)
-
-    def keep_local(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
-        """sent += what was read of the sum, less what the others gave to it."""
-        sent = self._sent[span[0] : span[1]]
-        _put(sent, kept.add_(result).add_(sent), fine)
-
-    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
-        """x = mean + x; mean = x, if fine."""
-        mean = self._mean[span[0] : span[1]]
-        x.add_(mean)
-        _put(mean, x, fine)
-
-
-Carry = Classic | EF21  # the feedback of a lane
 KINDS = ("classic", "ef21")
 ROW = "#"  # between the name of a parameter and the number of a row: its part there
 
@@ -252,7 +146,7 @@ class Memories:
         self.kinds = dict(kinds)
 
     def carry(
-        self, kind: str, pieces: Sequence[Piece], world: float, device: torch.device, rows: Sequence[Piece] = ()
+        self, kind: str, pieces: Sequence[Piece], device: torch.device, rows: Sequence[Piece] = ()
     ) -> Carry | None:
         """The feedback of a lane with the memories of its parameters; None where `kind` is "".
 
@@ -268,13 +162,13 @@ class Memories:
         residual = self.residuals.lane(rows or pieces, device)
         gaps = Gaps(rows or pieces)
         if kind == "classic":
-            return Classic(residual, world, gaps)
+            return Carry(residual, None, gaps)
         if self.residuals.dtype != torch.float32:
             raise CodecError(
                 "this optimizer needs feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
                 f"float32, got {self.residuals.dtype}; or name another feedback"
             )
-        return EF21(residual, self.means.lane(pieces, device), world, gaps)
+        return Carry(residual, self.means.lane(pieces, device), gaps)
 
 
 class RowFeedback:
@@ -293,7 +187,7 @@ class RowFeedback:
         self._numel = 0  # of the buffer, once it is known
         self._ledgers = {"residual": Ledger(dtype), "mean": Ledger()}
 
-    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
+    def carry(self, numel: int, part: int, device: torch.device) -> Carry:
         """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
         if self._numel not in (0, numel):
             raise CodecError(
@@ -302,9 +196,7 @@ class RowFeedback:
         self._numel = numel
         residual = self._ledgers["residual"].lane([Piece("residual", numel)], device)
         mean = self._ledgers["mean"].lane([Piece("mean", part if self.kind == "ef21" else 0)], device)
-        if self.kind == "classic":
-            return Classic(residual, 1.0 / scale, Gaps(()))
-        return EF21(residual, mean, 1.0 / scale, Gaps(()))
+        return Carry(residual, mean if self.kind == "ef21" else None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is remembered; it differs between ranks."""

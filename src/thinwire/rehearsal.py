@@ -17,9 +17,8 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,10 +27,10 @@ from torch.optim import Optimizer
 from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
 from thinwire.collectives.chunks import Flat, Scratch
-from thinwire.collectives.lane import Lane, LaneChunk, lane_chunks
+from thinwire.collectives.lane import Lane
 from thinwire.collectives.plan import flat_lane, sent_bytes, sum_plan
-from thinwire.collectives.sums import flat_algorithm, flat_reducer
-from thinwire.collectives.transport import Messages, Stages, Transport, Waitable
+from thinwire.collectives.sums import SumProgram, flat_algorithm
+from thinwire.collectives.transport import Moving, Stages, Transport
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Memories
 from thinwire.integrations import lanes
@@ -49,60 +48,37 @@ from thinwire.integrations.ddp import gradients_of
 from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import NonfiniteGuard, after_backward, stats_of, sum_bytes
+from thinwire.kernels.rows import Bad, is_fine
 
 FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, and of the others
 BUCKET = 25 << 20
 ENVIRONMENT = "THINWIRE_REHEARSAL"  # what `thinwire rehearse` tells a script: codec, world, noise, where losses go
 
 
-_Shelf = dict[int, Tensor]  # the wires of one chunk, shared by all ranks: for every shard, or the whole, a row per rank
-
-
 class _Seat(Transport):
-    """A rank's transport: all ranks share memory, so nothing has to move."""
+    """A rank's transport: all ranks share memory, so wires are copied once and nothing has to move."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank = rank
         self.world = world
         self.device = device
         self.on_stream = device.type == "cuda"  # type: ignore[misc]  # chunks are those of NCCL's messages
-        self.wires: Sequence[Tensor] = ()  # of all shards' sums: this rank has written its own
+        self.shelf: _Shelf | None = None  # of the chunk that is being encoded
 
-    def exchange(self, sends: Messages, receives: Messages, tag: int, *args: Any) -> list[Waitable]:
-        return []
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> Moving:
+        assert self.shelf is not None
+        self.shelf.received_WWS[:, self.rank] = sent.view(self.world, -1)
+        return Moving((), ())
 
-    def gather(self, wires: Sequence[Tensor], tag: int) -> list[Waitable]:
-        self.wires = wires
-        return []
+    def all_gather(self, *_: Any) -> Moving:
+        return Moving((), ())
 
 
-class _SeatScratch(Scratch):
-    """A rank's scratch on a shelf. Two phases take a wire per shard, then the rows of its own; one shot takes rows."""
+class _Shelf(NamedTuple):
+    """The wires of one chunk, shared by all ranks; W: one per rank, S bytes of a row."""
 
-    def __init__(self, shelf: _Shelf, seat: _Seat) -> None:
-        self._shelf = shelf
-        self._seat = seat
-        self._taken = 0
-
-    def take(self, nbytes: int) -> Tensor:
-        shard = self._taken
-        self._taken += 1
-        seat = self._seat
-        return self._new(nbytes) if shard == seat.rank else self._rows(shard, seat.world, nbytes)[seat.rank]
-
-    def matrix(self, world: int, nbytes: int) -> Tensor:
-        return self._rows(self._seat.rank if self._taken else 0, world, nbytes)
-
-    def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._new(numel * dtype.itemsize).view(dtype)
-
-    def _rows(self, shard: int, world: int, nbytes: int) -> Tensor:
-        if shard not in self._shelf:
-            self._shelf[shard] = self._new(world * nbytes).view(world, nbytes)
-        return self._shelf[shard]
-
-    def _new(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._seat.device)
+    sent: Tensor  # of one rank to each rank in its turn; later every rank's own
+    received_WWS: Tensor  # that each rank has from each rank
 
 
 class RehearsedRanks:
@@ -143,23 +119,22 @@ class RehearsedBucket:
         self.specs = [flat_lane(lane.spec, self.dtype) for lane in self.lanes]
         self.plain = world == 1 or all(isinstance(spec.codec, Identity) for spec in self.specs)
         self.algorithm = flat_algorithm(asked, [spec.codec for spec in self.specs], world)
-        plan = sum_plan("", self.specs, [_Seat(0, world, self.device)], self.algorithm, 1.0 / world)
+        self.dtypes = [self.dtype if self.plain or spec.feedback else spec.encoded for spec in self.specs]
+        self.seats = [_Seat(rank, world, self.device) for rank in range(world)]
+        plan = sum_plan("", self.specs, self.seats[:1], self.algorithm, 1.0 / world)
         self.specs = list(plan.lanes)
-        self.num_chunks = max(spec.chunking.num_chunks for spec in self.specs)
+        how = self.algorithm, self.specs, 1.0 / world
+        self.programs = [SumProgram([seat], *how, fused=False) for seat in self.seats]
         self.numel = sum(size.numel for size in sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
         self.sent_bytes = self.plain_bytes if self.plain else sent_bytes(plan, world)
 
-    def keeps(self, at: int) -> bool:
-        """Whether the ranks' numbers of a lane stay until the end of a step."""
-        spec = self.specs[at]
-        return bool(spec.feedback) or spec.encoded != spec.dtype
-
     def numbers(self, buffer: Tensor) -> list[Tensor]:
-        """A tensor per lane of one rank's gradients."""
+        """A tensor per lane of one rank's gradients, in the dtype that its kernels take."""
         tensors, _ = lanes.load(self.lanes, buffer)
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
+        rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
+        return [x.to(dtype) for dtype, x in zip(self.dtypes, rows, strict=True)]
 
     def write(self, rows: Sequence[Tensor], buffer: Tensor) -> None:
         """buffer = the numbers of all lanes."""
@@ -175,9 +150,12 @@ class RehearsedSum:
         self._ranks = ranks
         self._world = ranks.world
         self._step = step
-        self._rows = [torch.zeros(spec.numel, dtype=bucket.dtype, device=bucket.device) for spec in bucket.specs]
-        self._shelves: list[_Shelf] = [{} for _ in range(bucket.num_chunks)]
-        self._seats: list[_Seat] = []
+        self._rows = [
+            torch.zeros(spec.numel, dtype=dtype, device=bucket.device)
+            for spec, dtype in zip(bucket.specs, bucket.dtypes, strict=True)
+        ]
+        self._shelves: list[_Shelf] = []
+        self._bad: list[Bad | None] = []  # where the first rank notes numbers that are not finite, by chunk
         self._stages: list[list[Stages]] = []  # by rank and chunk
         self._weighed = [] if bucket.plain else ranks.chooser.weighed(bucket.names)
         parameters = [bucket.parameters[i] for i in self._weighed]
@@ -195,37 +173,47 @@ class RehearsedSum:
         if bucket.plain:
             torch._foreach_add_(self._rows, tensors)
             return
-        rank = len(self._seats)
+        rank = len(self._stages)
         loaded = []
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
-            carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, self._world, bucket.device)
+            carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, bucket.device)
             watch = ranks.tally.watch(lane.pieces, bucket.device) if ranks.chooser.measuring else None
             on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
             loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
-            if bucket.keeps(at) and rank == 0:
+            if spec.feedback and rank == 0:
                 self._rows[at] = x  # will be overwritten by the sum
-        self._seats.append(_Seat(rank, self._world, bucket.device))
-        self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.num_chunks)])
+        self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.programs[rank].count)])
 
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
-        scratch = _SeatScratch(self._shelves[index], self._seats[rank])
-        chunks = lane_chunks(loaded, index, self._step, scratch)
-        reducer = flat_reducer(self._seats[rank], self.bucket.algorithm)
-        stages = reducer.stages(chunks, 1.0 / self._world, (0, 1), scratch)
+        program, seat = self.bucket.programs[rank], self.bucket.seats[rank]
+        some, chunk = program.chunks[index]
+        if rank == 0:
+            self._shelves.append(self._new_shelf(chunk.stride))
+        seat.shelf = shelf = self._shelves[index]
+        floats = [torch.empty(numel, dtype=dtype, device=seat.device) for numel, dtype in chunk.floats]
+        parts = [(loaded[i], span) for i, span in zip(some, program.spans(index), strict=True)]
+        xs = [lane.flat.read(span, Scratch(shelf.sent)) for lane, span in parts]
+        received = shelf.received_WWS[rank].view(-1) if self.bucket.algorithm == "two_phase" else shelf.sent
+        views = chunk.views(shelf.sent, received, floats)
+        stages, bad = program.begin(index, lambda _: views, parts, xs, self._step, (0,))
         next(stages)
-        for chunk in chunks:
-            if not self.bucket.keeps(chunk.key.lane):
-                self._settle(chunk, rank)
+        for at, (i, kernels) in enumerate(zip(some, chunk.kernels, strict=True)):
+            if not kernels.lane.feedback:  # free a rank's gradients except its own shard's; see [Note: Seats]
+                kept = self._rows[i][slice(*parts[at][1])]
+                if self.bucket.algorithm == "two_phase":
+                    own = slice(*kernels.shape.span(rank))
+                    kept[own] = xs[at][own]
+                xs[at] = kept
+        if rank == 0:
+            self._bad.append(bad)
         return stages
 
-    def _settle(self, chunk: LaneChunk, rank: int) -> None:
-        """Free a rank's gradients except its own shard's; see [Note: Seats]."""
-        kept = self._rows[chunk.key.lane][chunk.begin : chunk.begin + chunk.x.numel()]
-        if chunk.shards:
-            part = chunk.shards[rank]
-            kept[part.begin : part.end] = chunk.numbers(part)
-        chunk.x = chunk.source = kept
-        chunk.lane = replace(chunk.lane, flat=Flat([kept]))
+    def _new_shelf(self, stride: int) -> _Shelf:
+        rows = self._world if self.bucket.algorithm == "two_phase" else 0
+        shape = rows, self._world, stride
+        device = self.bucket.device
+        sent = torch.empty(self._world * stride, dtype=torch.uint8, device=device)
+        return _Shelf(sent, torch.empty(shape, dtype=torch.uint8, device=device))
 
     def mean(self, buffer: Tensor) -> None:
         """buffer = the mean, once all ranks had their turns."""
@@ -243,22 +231,13 @@ class RehearsedSum:
         """Run the ranks' stages to their end: all with feedback, which each has to update, else the first rank's."""
         bucket = self.bucket
         readers = range(self._world) if any(spec.feedback for spec in bucket.specs) else range(1)
-        for index in range(bucket.num_chunks):
-            if bucket.algorithm == "two_phase":
-                self._hand_out(index, readers)
+        for index in range(bucket.programs[0].count):
+            if bucket.algorithm == "two_phase":  # every rank sums its shard
+                for stages in self._stages:
+                    next(stages[index])
             for rank in readers:
                 next(self._stages[rank][index], None)
-
-    def _hand_out(self, index: int, readers: Sequence[int]) -> None:
-        """Every rank sums its shard; `readers` get the wires of all sums."""
-        wires_WW = []
-        for seat, stages in zip(self._seats, self._stages, strict=True):
-            next(stages[index])
-            wires_WW.append(seat.wires)
-        for reader in readers:
-            for shard, wire in enumerate(wires_WW[reader]):
-                if shard != reader:
-                    wire.copy_(wires_WW[shard][shard])
+            self._ranks.tally.checked(is_fine(self._bad[index]))
 
 
 class Rehearsal(Handle):

@@ -142,6 +142,11 @@ class Scratch:
         return self.take(numel * dtype.itemsize).view(dtype)
 
 
+def is_row(tensor: Tensor) -> bool:
+    """Whether kernels can work on its memory as one row of numbers."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 class Flat:
     """One or several tensors as one row of numbers, read and written by spans.
 
@@ -150,7 +155,7 @@ class Flat:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
-        self._parts = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self.tensors]
+        self._parts = [t.view(-1) if is_row(t) else t.reshape(-1).resolve_neg().contiguous() for t in self.tensors]
         self.numel = sum(part.numel() for part in self._parts)
         self.dtype = self._parts[0].dtype
         self.device = self._parts[0].device
@@ -183,9 +188,11 @@ class Flat:
             torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def finish(self) -> None:
-        """Copy the numbers back to tensors that could not be viewed as a row."""
+        """Copy the numbers back to tensors that could not be viewed as a row; tell autograd of kernels' writes."""
         for tensor, part in zip(self.tensors, self._parts, strict=True):
-            if not tensor.is_contiguous():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            if not is_row(tensor):
                 tensor.copy_(part.view(tensor.shape))
 
     def _pieces(self, span: Span) -> list[Tensor]:

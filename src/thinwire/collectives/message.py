@@ -19,13 +19,13 @@ from thinwire.collectives.channel import Channel, IssuedCall, bounded, channel_o
 from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
-from thinwire.collectives.lane import Lane, LaneSpec, Watch
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes, sum_plan, with_scratch
 from thinwire.collectives.sums import check_order, flat_algorithm
 from thinwire.collectives.work import Work
-from thinwire.feedback import Carry, Fine
-from thinwire.kernels.rows import Bad
+from thinwire.feedback import Carry
+from thinwire.kernels.rows import Bad, Fine, Watch
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
 _MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
@@ -104,10 +104,10 @@ class Message(_LaneMessage):
         self.dtype = like.dtype
         where = "" if nodes is None else f" in {nodes.inside}"
         text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
-        self._scale = 1.0 / channel.world
+        scale = 1.0 / channel.world
         lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
-        plan = functools.partial(sum_plan, text, lanes, channel.transports, self.algorithm, self._scale)
-        super().__init__(channel, specs, plan, text, self._scale)
+        plan = functools.partial(sum_plan, text, lanes, channel.transports, self.algorithm, scale)
+        super().__init__(channel, specs, plan, text, scale)
 
     def run(
         self,
@@ -126,9 +126,9 @@ class Message(_LaneMessage):
         lanes = [Lane(spec, Flat(tensors), *lane_hooks) for spec, tensors, lane_hooks in parts]
         scattered = [lane.flat.scattered for lane in lanes]
         plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
-        assert plan.reducer is not None
+        assert plan.sum is not None
         call = issue_call(self.channel, self.text, plan, outputs=outputs, step=step, async_op=True)
-        operation = operations.AllReduce(call, lanes, plan.reducer, self._scale, meter)
+        operation = operations.AllReduce(call, lanes, plan.sum, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
         assert work is not None

@@ -24,11 +24,14 @@ from thinwire.collectives.chunks import (
     shards,
     wire_sizes,
 )
-from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, all_true, check_finite, lane_chunks
+from thinwire.collectives.lane import Key, Lane, LaneSpec
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.sums import Hierarchical, Reducer, columns
-from thinwire.collectives.transport import Stages, Waitable
-from thinwire.feedback import Fine
+from thinwire.collectives.programs import job_of
+from thinwire.collectives.sums import SumProgram, after
+from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.kernels import rows
+from thinwire.kernels.rows import Feedback, Fine, Memory, is_fine
+from thinwire.kernels.schema import Rows
 
 # Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
@@ -44,19 +47,17 @@ class AllReduce(Operation):
     """
 
     def __init__(
-        self, call: IssuedCall, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+        self, call: IssuedCall, lanes: Sequence[Lane], program: SumProgram, meter: Meter | None = None
     ) -> None:
-        super().__init__(call, max(lane.spec.chunking.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        super().__init__(call, program.count, [lane.flat for lane in lanes])
         self._lanes = lanes
-        self._reducer = reducer
-        self._scale = scale
+        self._program = program
         self._meter = meter
-        if isinstance(reducer, Hierarchical):
+        if program.waits and not self._link.on_stream:
             self.in_order = True
-            self._count = self.num_chunks
             self.num_chunks = 1
             self._each = aligned(self.chunk_bytes)  # of one
-            self._slots = min(self._count, reducer.messages + 1)
+            self._slots = min(program.count, program.waits + 1)
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
@@ -64,9 +65,13 @@ class AllReduce(Operation):
         return self._in_step(scratch) if self.in_order else self._sum(index, scratch)
 
     def _sum(self, index: int, scratch: Scratch) -> Stages:
-        """The reducer's stages on one span of every lane."""
-        chunks = lane_chunks(self._lanes, index, self._step, scratch)
-        stages = self._reducer.stages(chunks, self._scale, self._tags, scratch)
+        """The stages of one span of every lane."""
+        some, chunk = self._program.chunks[index]
+        buffer = scratch.take(chunk.end)
+        parts = [(self._lanes[i], span) for i, span in zip(some, self._program.spans(index), strict=True)]
+        sources = [lane.flat.read(span, scratch) for lane, span in parts]
+        xs = [lane.converted(x, scratch) for (lane, _), x in zip(parts, sources, strict=True)]
+        stages, bad = self._program.begin(index, lambda part: part.of(buffer), parts, xs, self._step, self._tags)
         if self._meter is None:
             yield from stages
         else:
@@ -76,15 +81,20 @@ class AllReduce(Operation):
                 yield awaited
                 began = time.perf_counter()
             self._meter(-1, began, time.perf_counter())
-        for chunk in chunks:
-            chunk.lane.flat.write(chunk.span(chunk.whole), chunk.source)
+        for (lane, span), source, x in zip(parts, sources, xs, strict=True):
+            if x is not source:
+                source.copy_(x)
+            lane.flat.write(span, source)
+        callbacks = [lane.on_finite for lane, _ in parts if lane.on_finite is not None]
+        if callbacks:  # a chunk counts once, however many of its lanes are not finite
+            callbacks[0](is_fine(bad))
 
     def _in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
         under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
         for place in itertools.count():
             begun = []
-            if place < self._count:
+            if place < self._program.count:
                 begin = place % self._slots * self._each
                 stages = self._sum(place, scratch.part(begin, self._each))
                 begun = [(stages, next(stages))]
@@ -115,60 +125,95 @@ class ReduceScatter(Operation):
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         link = self._link
         spans = [lane.spec.chunking.span(index) for lane in self._lanes]
-        pairs = zip(self._lanes, spans, strict=True)
-        sizes = [
-            lane.codec.wire_bytes(span.numel, lane.dtype) if span.numel or not index else 0 for lane, span in pairs
+        some = [at for at, span in enumerate(spans) if span.numel]
+        specs = [self._lanes[at].spec for at in some]
+        sizes = [spec.codec.wire_bytes(spans[at].numel, spec.encoded) for at, spec in zip(some, specs, strict=True)]
+        stride = sum(sizes) + self._note
+        sent_WN = scratch.matrix(link.world, stride)
+        received_WN = scratch.matrix(link.world, stride)
+        parts = [
+            _LaneRows(self._lanes[at], spans[at], Key(self._step, index, at).mixed(), link, stride, self._scale)
+            for at in some
         ]
-        sent_WN = scratch.matrix(link.world, sum(sizes) + self._note)
-        received_WN = scratch.matrix(link.world, sum(sizes) + self._note)
-        rows: list[list[LaneChunk]] = [[] for _ in self._lanes]
+        sent_fine = []
         for rank in others_first(link.rank, link.world):
             wires = columns((received_WN if rank == link.rank else sent_WN)[rank], sizes)
-            for at, (lane, span) in enumerate(zip(self._lanes, spans, strict=True)):
-                if sizes[at]:
-                    rows[at].append(self._encoded(Key(self._step, index, at), lane, rank, span, wires[at], scratch))
-        if self._note:
-            parts = [part for parts in rows for part in parts]
-            found = [part.lane.codec.all_finite(part.wires[0][None], part.x.numel(), part.x.dtype) for part in parts]
-            # Every message, and the own row, notes whether all that this rank sends is finite.
-            fine_here = torch.stack(found).all().to(torch.uint8)
+            for part, wire in zip(parts, wires, strict=True):
+                part.encode(rank, wire, scratch)
+                if self._note:
+                    sent_fine.append(rows.all_finite(part.job, wire))
+        if self._note:  # every message, and the own row, notes whether all that this rank sends is finite
+            fine_here = torch.stack(sent_fine).all().to(torch.uint8)
             sent_WN[:, -NOTE_BYTES] = fine_here
             received_WN[link.rank, -NOTE_BYTES] = fine_here
-        peers = [rank for rank in range(link.world) if rank != link.rank]
+        peers = [rank for rank in range(link.world) if rank != link.rank and stride]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, received_WN[p]) for p in peers], self._tags[0])
-        fine = all_true(received_WN[:, -NOTE_BYTES] == 1) if self._note else True
-        for parts, wires_WN in zip(rows, columns(received_WN, sizes), strict=True):
-            for part in parts:
-                part.received_WN = wires_WN
-        check_finite([parts[0] for parts in rows if parts], LaneChunk.all_finite)
-        for at, parts in enumerate(rows):
-            if parts:
-                self._add(at, spans[at], parts, fine, scratch)
+        fine = _all_true(received_WN[:, -NOTE_BYTES] == 1) if self._note else True
+        columns_WN = columns(received_WN, sizes)
+        callbacks = [part.lane.on_finite for part in parts if part.lane.on_finite is not None]
+        if callbacks:  # a chunk counts once, however many of its lanes are not finite
+            found = [
+                rows.all_finite(part.job, wires, link.world) for part, wires in zip(parts, columns_WN, strict=True)
+            ]
+            callbacks[0](_all_true(torch.stack(found)))
+        for at, part, wires_WN in zip(some, parts, columns_WN, strict=True):
+            part.add(wires_WN, self._outputs[at], fine, scratch)
 
-    def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, scratch: Scratch) -> LaneChunk:
-        """Write the wire of a span of the row for a rank."""
-        begin = rank * lane.spec.chunking.numel + span.begin
-        part = lane.chunk(Span(begin, begin + span.numel), key, scratch)
-        part.wires = [wire]
-        part.load()
-        part.encode(part.whole, lane.codec, wire, key.of(rank))
-        return part
 
-    def _add(self, at: int, span: Span, rows: Sequence[LaneChunk], fine: Fine, scratch: Scratch) -> None:
-        """Write a span of the output of lane `at`, and update what its feedback remembers."""
-        lane = self._lanes[at]
-        output = self._outputs[at]
-        step = rows[0].key.of(self._link.rank)
-        out = output.read(span, scratch)
-        total = out if out.dtype == lane.dtype else scratch.numbers(span.numel, lane.dtype)
-        lane.codec.decode_sum(rows[0].received_WN, total, scale=self._scale, step=step)
+class _LaneRows:
+    """A span of a lane's rows: on every rank, one of each rank's."""
+
+    def __init__(self, lane: Lane, span: Span, mixed: int, link: Transport, stride: int, scale: float) -> None:
+        self.lane = lane
+        self._span = span
+        self._mixed = mixed
+        self._link = link
+        self._scale = scale
+        spec = lane.spec if lane.carry else lane.spec._replace(dtype=lane.dtype)
+        self.job = job_of(spec.codec, Rows(span.numel, span.numel, 1), spec, lane.flat.device, stride, fused=False)
+        self._feedback = None
         if lane.carry is not None:
-            for part in rows:
-                lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
-            lane.carry.result(span, total, fine)
+            self._feedback = Feedback(spec.feedback, 1.0 / scale if spec.feedback == "classic" else -1.0 / scale)
+        self._memories: list[Memory] = []
+
+    def encode(self, rank: int, wire: Tensor, scratch: Scratch) -> None:
+        """Write the wire of the row for a rank."""
+        lane = self.lane
+        begin = rank * lane.spec.chunking.numel + self._span.begin
+        span = Span(begin, begin + self._span.numel)
+        x = lane.converted(lane.flat.read(span, scratch), scratch)
+        memory = None
+        if lane.carry is not None:
+            left = x if x.dtype == torch.float32 else scratch.numbers(span.numel, torch.float32)
+            memory = lane.carry.part(span, x, self._span if rank == self._link.rank else None)._replace(left=left)
+            self._memories.append(memory)
+        encode = rows.encoder(self.job, by_row=0, first_row=rank, feedback=self._feedback)
+        encode(x, wire, self._mixed, memory, after(lane.watch, begin))
+
+    def add(self, wires_WN: Tensor, output: Flat, fine: Fine, scratch: Scratch) -> None:
+        """Write the sum of all ranks' rows for this rank, and update what feedback remembers."""
+        out = output.read(self._span, scratch)
+        total = out if out.dtype == self.lane.dtype else scratch.numbers(self._span.numel, self.lane.dtype)
+        decode = rows.decoder(self.job, world=self._link.world, scale=self._scale)
+        decode(wires_WN, total, None, None, mixed=self._mixed ^ self._link.rank)
+        for memory in self._memories:
+            assert self._feedback is not None
+            rows.remember(memory, self._feedback, 0, self._span.numel, total, False, self._scale, fine)
         if total is not out:
             out.copy_(total)
-        output.write(span, out)
+        output.write(self._span, out)
+
+
+def _all_true(found: Tensor) -> Fine:
+    """Whether all are true: a bool on the CPU; on a GPU a tensor, for which the host does not wait."""
+    whole = found.all()
+    return bool(whole) if whole.is_cpu else whole
+
+
+def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The lanes' parts of rows of wires."""
+    edges = [0, *itertools.accumulate(sizes)]
+    return [wires_WN[..., begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 class Gather(Operation):

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
-from thinwire.collectives.chunks import NOTE_BYTES, Chunking, Span
+from thinwire.collectives.chunks import NOTE_BYTES, Chunking, Span, aligned
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.programs import Program
-from thinwire.collectives.sums import Hierarchical, Reducer, check_order, flat_reducer
+from thinwire.collectives.sums import SumProgram, check_order
 from thinwire.collectives.transport import Transport
 from thinwire.errors import CollectiveError
 
@@ -80,7 +80,7 @@ class CallPlan:
     lanes: Sequence[LaneSpec] = ()
     chunk_bytes: int = 0  # scratch of one chunk
     scratch_bytes: int = 0  # scratch of the operation
-    reducer: Reducer | None = None  # of a sum
+    sum: SumProgram | None = None  # of a sum: its chunks, row by row
     program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
     reduction: Reduction | None = None
     source: int | None = None  # of a broadcast
@@ -98,10 +98,11 @@ def sum_plan(
     held = shards if algorithm == "one_shot" else 2
     wires = [lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes]
     lanes = [_chunked(lane, wire, links, shards, held) for lane, wire in zip(lanes, wires, strict=True)]
-    reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
-    program = _sum_program(links, algorithm, lanes, scale)
-    plan = CallPlan(text, lanes, reducer=reducer, program=program)
-    return with_scratch(plan, (False,) * len(lanes))
+    program = None
+    if all(link.on_stream for link in links) and all(_is_fused(lane, len(links) == 2) for lane in lanes):
+        program = SumProgram(links, algorithm, lanes, scale, fused=True)
+    by_rows = SumProgram(links, algorithm, lanes, scale, fused=False)
+    return with_scratch(CallPlan(text, lanes, sum=by_rows, program=program), (False,) * len(lanes))
 
 
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
@@ -111,21 +112,21 @@ def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
 
 def sent_bytes(plan: CallPlan, world: int) -> int:
     """Bytes of wires that this rank hands to the transport; of a gather or scatter a row to every other rank."""
+    if plan.sum is not None:
+        return plan.sum.sent_bytes
     spans = [(lane, lane.chunking.span(i).numel) for lane in plan.lanes for i in range(lane.chunking.num_chunks)]
-    if plan.reducer is not None:
-        return sum(plan.reducer.sent_bytes(lane, numel) for lane, numel in spans)
     return (world - 1) * sum(lane.codec.wire_bytes(numel, lane.encoded) for lane, numel in spans)
 
 
 def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     """The plan of a sum, with its scratch; `scattered`: whether a lane's numbers lie in several tensors."""
-    assert plan.reducer is not None
-    chunk_bytes = 0
+    assert plan.sum is not None
+    chunk_bytes = plan.sum.scratch_end
     chunk_wire = 0
     for lane, apart in zip(plan.lanes, scattered, strict=True):
         numel = min(lane.chunking.chunk, lane.numel)
-        chunk_bytes += plan.reducer.scratch_bytes(lane, numel)
-        chunk_bytes += lane.copy_bytes(numel, scattered=apart)
+        chunk_bytes += aligned(numel * lane.dtype.itemsize) if apart else 0
+        chunk_bytes += 0 if lane.feedback else lane.copy_bytes(numel)  # kernels convert what has feedback
         chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
     wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)
     most = max(lane.chunking.num_chunks for lane in plan.lanes)
@@ -146,20 +147,13 @@ def _chunked(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int 
     return lane._replace(chunking=found)
 
 
-def _sum_program(
-    links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float
-) -> programs.SumProgram | None:
-    """The program of a sum on a stream of a GPU; None where there is none."""
-    if not all(link.on_stream for link in links) or not all(lane.numel for lane in lanes):
-        return None
-    for lane in lanes:
-        codecs = {lane.codec, lane.first_phase, *(lane.across or ())}
-        dtype = torch.float32 if lane.feedback else lane.dtype
-        if not all(programs.fits(codec, dtype, lane.feedback) for codec in codecs):
-            return None
-        if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
-            return None  # sums in fp32 of numbers that travel as they are
-    return programs.SumProgram(links, algorithm, lanes, scale)
+def _is_fused(lane: LaneSpec, on_nodes: bool) -> bool:
+    """Whether a sum of the lane can be a few launches on a stream of a GPU."""
+    if on_nodes and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
+        return False  # sums in fp32 of numbers that travel as they are
+    dtype = torch.float32 if lane.feedback else lane.dtype
+    codecs = {lane.codec, lane.first_phase, *(lane.across or ())}
+    return lane.numel > 0 and all(programs.fits(codec, dtype, lane.feedback) for codec in codecs)
 
 
 def rows_plan(

@@ -4,15 +4,15 @@
 whatever the number of ranks: all shards of a tensor are one launch (kernels/rows.py), and travel in one collective as
 rows that are padded to the longest shard's wire, the own row too. A sum in two phases is three kernels per lane and two
 messages; a sum in one phase, and every other verb, two kernels and one message. Nothing waits, and nothing is allocated
-except for non-contiguous tensors.
-The bytes are those that the operations of operations.py make of the same shards.
+except for non-contiguous tensors. A sum is the description of sums.py, run here without waiting; of the other verbs,
+whose bytes are those of operations.py, this file has its own.
 
 Legend: W ranks, `stride` bytes from one row to the next.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
-from thinwire.collectives.chunks import Chunking, Span, aligned
+from thinwire.collectives.chunks import Chunking, Span
 from thinwire.collectives.lane import Key, LaneSpec
-from thinwire.collectives.sums import fewest_roundings, fitted
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.kernels import hashing, rows
-from thinwire.kernels.rows import Bad, Feedback, Memory, Picked
+from thinwire.kernels.rows import Bad
 from thinwire.kernels.schema import RowJob, Rows
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
@@ -53,8 +52,10 @@ def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
     return not feedback or codec.encoding(torch.float32).format.block > 0
 
 
-def _job(codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride: int) -> RowJob:
-    return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
+def job_of(
+    codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride: int, *, fused: bool = True
+) -> RowJob:
+    return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride, fused)
 
 
 def copying(program: Program, written: int, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
@@ -74,12 +75,9 @@ def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], ste
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class _Views:
-    """The parts of the scratch that a sum uses; L: one per lane."""
+class Views:
+    """The parts of the scratch that a message uses; L: one per lane."""
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
     local: Tensor  # the row of this rank in them
@@ -87,231 +85,22 @@ class _Views:
     sent_L: list[Tensor]  # each lane's part of all rows
     received_L: list[Tensor]
     local_L: list[Tensor]  # each lane's wire in the local row
-    floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
+    floats_L: Sequence[Tensor] = ()  # of a sum: as many numbers as a lane asks for
 
 
-def _split_rows(
+def views_of(
     link: Transport,
-    sizes: Sequence[int],
+    starts: Sequence[int],
     local_sizes: Sequence[int],
-    floats: Sequence[int],
-    matrices: int,
-    buffer: Tensor,
-) -> _Views:
-    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the local wire, and of the floats."""
-    stride = sum(sizes)
-    matrix = link.world * stride
-    sent = buffer[:matrix]
-    received = buffer[matrix * (matrices - 1) : matrix * matrices]
+    sent: Tensor,
+    received: Tensor,
+    floats_L: Sequence[Tensor] = (),
+) -> Views:
+    """Views of matrices of rows. By lane: where its wires start in a row, and the bytes of the local one."""
+    stride = sent.numel() // link.world
     local = sent[link.rank * stride : (link.rank + 1) * stride]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     local_L = [local[start : start + nbytes] for start, nbytes in zip(starts, local_sizes, strict=True)]
-    at = [matrices * matrix + sum(map(aligned, floats[:i])) for i in range(len(floats))]
-    floats_L = [buffer[b : b + nbytes].view(torch.float32) for b, nbytes in zip(at, floats, strict=True)]
-    return _Views(sent, local, received, [sent[b:] for b in starts], [received[b:] for b in starts], local_L, floats_L)
-
-
-class SumKernels:
-    """The launches of a lane on the rank at `link`."""
-
-    def __init__(self, lane: LaneSpec, link: Transport, scale: float, stride: int, *, two_phase: bool) -> None:
-        world = link.world
-        self.lane = lane
-        self.shape = lane_rows(lane, world, two_phase=two_phase)
-        feedback = None
-        if lane.feedback:
-            feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
-        self.keeps_local = two_phase and (lane.exact_local or bool(lane.feedback))
-        own = link.rank if self.keeps_local else -1
-        encode_job = _job(lane.first_phase if two_phase else lane.codec, self.shape, lane, link.device, stride)
-        self.job = _job(lane.codec, self.shape, lane, link.device, stride)
-        self.encode = rows.encoder(encode_job, skip=own, by_row=int(two_phase), feedback=feedback)
-        self.recode: rows.Recode | None = None
-        self.row = link.rank if two_phase else 0
-        if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
-            size = scale if self.keeps_local else abs(scale)
-            self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
-        sign = -1.0 if scale < 0 and not self.keeps_local else 1.0
-        added = 1 if two_phase else world
-        scale_out = sign if two_phase else scale
-        self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
-        self.scan = rows.scanner(self.job, added) if feedback else None
-        self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
-
-
-def lane_rows(lane: LaneSpec, world: int, *, two_phase: bool) -> Rows:
-    """The shards of a lane, one per rank; in one phase there is one."""
-    if not two_phase:
-        return Rows(lane.numel, lane.numel, 1)
-    longest = chunks.shards(Span(0, lane.numel), world, lane.codec.unit)[0]
-    return Rows(lane.numel, longest.numel, world)
-
-
-class SumChunk:
-    """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
-
-    def __init__(
-        self, link: Transport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
-    ) -> None:
-        self._link = link
-        self._two_phase = two_phase
-        shapes = [lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
-        pairs = zip(lanes, shapes, strict=True)
-        self._sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
-        self._stride = sum(self._sizes)
-        self._matrices = (2 if two_phase else 1) * link.world * self._stride
-        self._lanes = [SumKernels(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
-        # Lanes without feedback may be Picked: encoded before the first lane, where they leave zeros, decoded after it.
-        # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
-        self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
-        self._nothing: list[Memory | None] = [None] * len(lanes)
-        self._floats = [lane.left_bytes for lane in self._lanes]
-        self.scratch = Region(self._matrices + sum(map(aligned, self._floats)), self._split, begin)
-
-    def run(
-        self,
-        space: Workspace,
-        xs: Sequence[Any],
-        mixed: Sequence[int],
-        memories: Sequence[Memory | None] | None = None,
-        bad: Bad | None = None,
-    ) -> None:
-        """x = scale * sum of x over the ranks. By lane: the mixed step, and the memory where there is feedback."""
-        views = self.scratch.views(space)
-        link = self._link
-        kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
-        sent_L = views.sent_L if self._two_phase else views.local_L
-        for i in self._last_first[::-1]:
-            self._lanes[i].encode(xs[i], sent_L[i], mixed[i], kept[i])
-        if self._two_phase:
-            if not space.dry_run:
-                link.all_to_all(views.received, views.sent)
-            self._reduce(space, views, xs, mixed, kept)
-        if not space.dry_run:
-            link.all_gather(views.sent, views.local)
-        if bad is not None:
-            for lane, wires in zip(self._lanes, views.sent_L, strict=True):
-                if lane.scan is not None:
-                    lane.scan(wires, bad)
-        for i in self._last_first:
-            self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
-
-    def _reduce(self, space: Workspace, views: _Views, xs: Sequence[Any], mixed: Sequence[int], kept: Any) -> None:
-        """Write the wire of the own shard's sum, of every lane."""
-        for i, lane in enumerate(self._lanes):
-            if lane.recode is not None:
-                x = xs[i].copy if isinstance(xs[i], Picked) else xs[i]
-                lane.recode(views.received_L[i], views.local_L[i], mixed[i], x if lane.keeps_local else None, kept[i])
-
-    def _split(self, buffer: Tensor) -> _Views:
-        local_sizes = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
-        return _split_rows(self._link, self._sizes, local_sizes, self._floats, 2 if self._two_phase else 1, buffer)
-
-
-def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
-    """The memories with a place for `left`: x itself, or scratch if x has too few bits."""
-    return [
-        memory and memory._replace(left=left if left.numel() else x)
-        for memory, x, left in zip(memories, xs, lefts, strict=True)
-    ]
-
-
-class NodesChunk(SumChunk):
-    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see sums.py.
-
-    There is no feedback. The scale is applied across nodes.
-    """
-
-    def __init__(self, links: Sequence[Transport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
-        across, inside = links
-        super().__init__(inside, lanes, 1.0, two_phase=True)
-        self._chunk = chunk
-        self._scale = scale
-        spans = [lane.shape.span(inside.rank) for lane in self._lanes]
-        numels = {i: end - begin for i, (begin, end) in enumerate(spans) if end > begin}
-        jobs = {i: replace(self._lanes[i].job, rows=Rows(numel, numel, 1)) for i, numel in numels.items()}
-        self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
-        self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
-        self._floats = [4 * (end - begin) for begin, end in spans]  # the sums of the own shards inside a node
-        self._outer: SumChunk | None = None
-        end = self._matrices + sum(map(aligned, self._floats))
-        if numels and across.world > 1:
-            outer = [lanes[i].outer(numel) for i, numel in numels.items()]
-            phases = fewest_roundings(across.world) == "two_phase"
-            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=end)
-            end = self._outer.scratch.end
-        self.scratch = Region(end, self._split)
-
-    def _reduce(self, space: Workspace, views: _Views, xs: Sequence[Any], mixed: Sequence[int], kept: Any) -> None:
-        """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
-        for i, add in self._adds.items():
-            add(views.received_L[i], views.floats_L[i], None, None)
-        totals = {i: views.floats_L[i] for i in self._adds}
-        if self._outer is None:
-            for total in totals.values():
-                total.mul_(self._scale)
-        else:
-            steps = [hashing.row_step(mixed[i], self._link.rank) for i in totals]
-            self._outer.run(space, list(totals.values()), [Key(step, self._chunk).mixed() for step in steps])
-        for i, put in self._puts.items():
-            lane = self._lanes[i].lane
-            total = fitted(totals[i], lane.dtype, lane.outer(0).codec)
-            put(total, views.local_L[i], mixed[i], None)
-
-
-class SumProgram:
-    """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
-
-    def __init__(self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float) -> None:
-        self._chunkings = [lane.chunking for lane in lanes]
-        self.count = max(chunking.num_chunks for chunking in self._chunkings)
-        # The lanes that have anything in a chunk, and their sum.
-        self._chunks: list[tuple[list[int], SumChunk]] = []
-        made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
-        for index in range(self.count):
-            lengths = tuple(chunking.span(index).numel for chunking in self._chunkings)
-            some = [i for i, numel in enumerate(lengths) if numel]
-            parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
-            if len(links) == 2:
-                made[lengths] = NodesChunk(links, parts, scale, index)
-            elif lengths not in made:
-                made[lengths] = SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
-            self._chunks.append((some, made[lengths]))
-        self._places = [lane << 48 for lane in range(len(lanes))]
-        self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
-
-    def __call__(
-        self,
-        space: Workspace,
-        xs: Sequence[Any],
-        step: int,
-        memories: Sequence[Memory | None] | None = None,
-        bad: Bad | None = None,
-    ) -> None:
-        """See Program; with the memories of lanes, and a place to note which of `count` chunks are not finite."""
-        mixed = hashing.mix64(step)
-        if self.count == 1:
-            self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
-            return
-        for index, (some, chunk) in enumerate(self._chunks):
-            spans = [self._chunkings[i].span(index) for i in some]
-            parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
-            steps = [mixed ^ (self._places[i] | index << 16) for i in some]
-            pieces = None
-            if memories is not None:
-                pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
-            noted = None if bad is None else bad._replace(call=bad.call + index)
-            chunk.run(space, parts, steps, pieces, noted)
-
-
-def _slice(memory: Memory | None, span: Span) -> Memory | None:
-    if memory is None:
-        return None
-    mean = None if memory.mean is None else memory.mean[span.begin : span.end]
-    return Memory(memory.kept[span.begin : span.end], memory.left[span.begin : span.end], mean)
-
-
-# --- other verbs: one message -----------------------------------------------------------------------------------------
+    return Views(sent, local, received, [sent[b:] for b in starts], [received[b:] for b in starts], local_L, floats_L)
 
 
 class RowProgram:
@@ -323,9 +112,9 @@ class RowProgram:
 
     def __init__(
         self,
-        scratch: Region[_Views],
+        scratch: Region[Views],
         encodes: Sequence[rows.Encode],
-        move: Callable[[Tensor, Tensor], None],
+        move: Callable[[Tensor, Tensor], object],
         decodes: Sequence[rows.Decode],
         *,
         in_place: bool = False,
@@ -340,7 +129,7 @@ class RowProgram:
 
     def __call__(self, space: Workspace, tensors: Sequence[Any], step: int, bad: Bad | None = None) -> None:
         """See Program; with a place to note that numbers are not finite. Small lanes may be Picked, as in SumChunk."""
-        views = self._scratch.views(space)
+        views = space.view(self._scratch)
         count = len(self._decodes)
         inputs = tensors[-count:]
         mixed = hashing.mix64(step)
@@ -355,18 +144,23 @@ class RowProgram:
 
 def _rows_of(
     link: Transport, lanes: Sequence[LaneSpec], matrices: int
-) -> tuple[list[RowJob], list[RowJob], Region[_Views]]:
+) -> tuple[list[RowJob], list[RowJob], Region[Views]]:
     """By lane, whose `numel` is that of a row: the job of one row, and of all ranks' rows; then matrices of rows.
 
     The wires for one rank lie side by side.
     """
     sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
     one, every = (
-        [_job(lane.codec, Rows(n * lane.numel, lane.numel, n), lane, link.device, sum(sizes)) for lane in lanes]
+        [job_of(lane.codec, Rows(n * lane.numel, lane.numel, n), lane, link.device, sum(sizes)) for lane in lanes]
         for n in (1, link.world)
     )
-    split = functools.partial(_split_rows, link, sizes, sizes, (), matrices)
-    return one, every, Region(matrices * link.world * sum(sizes), split)
+    matrix = link.world * sum(sizes)
+
+    def split(buffer: Tensor) -> Views:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return views_of(link, starts, sizes, buffer[:matrix], buffer[-matrix:])
+
+    return one, every, Region(matrices * matrix, split)
 
 
 def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
@@ -399,9 +193,9 @@ def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgra
     count = link.world - 1
     longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
     stride = lane.codec.wire_bytes(longest, lane.dtype)
-    job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
+    job = job_of(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
     encodes = [rows.encoder(job)] if link.rank == source else []
-    scratch = Region(count * stride, lambda buffer: _Views(buffer, buffer, buffer, [buffer], [buffer], [buffer], []))
+    scratch = Region(count * stride, lambda buffer: Views(buffer, buffer, buffer, [buffer], [buffer], [buffer]))
     return RowProgram(scratch, encodes, lambda wires, _: link.broadcast(wires, source), [rows.decoder(job)])
 
 

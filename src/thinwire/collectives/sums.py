@@ -4,279 +4,347 @@ One shot is an all-gather of wires: one message, one rounding, W - 1 wires sent 
 its shard: two messages, two roundings, 2 (W - 1) / W wires sent per rank. On a mesh of nodes ranks sum inside a node by
 one codec, across nodes by another: the slow link between nodes carries 1/B of a sum of B ranks.
 
-Legend: W ranks, N bytes of one wire.
+A sum is described once: a chunk of it is a coroutine that encodes, starts messages and yields what it waits for. On
+gloo the group's pipeline runs it (operations.AllReduce); on a stream of a GPU, which does the waiting, it is a series
+of launches ([Note: Programs] in programs.py).
+
+Legend: W ranks, N bytes of one wire; L: one per lane, R: one per rank.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec
+from thinwire.collectives import chunks
 from thinwire.collectives.checks import check_recodes
-from thinwire.collectives.chunks import Flat, Scratch, Span, aligned, others_first, shards, wire_sizes
-from thinwire.collectives.lane import Key, Lane, LaneChunk, LaneSpec, Watch, check_finite, decoded
+from thinwire.collectives.chunks import Span, aligned
+from thinwire.collectives.lane import Key, Lane, LaneSpec
+from thinwire.collectives.programs import Views, job_of, views_of
 from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.errors import CollectiveError
-from thinwire.feedback import Fine
-from thinwire.kernels import reference
+from thinwire.kernels import hashing, reference, rows
+from thinwire.kernels.rows import Bad, Feedback, Memory, Picked, Watch
+from thinwire.kernels.schema import Rows
 
 _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, it would be infinite
+_UNTAGGED = (0, 0)  # messages of a stream, which keeps their order
+Place = Callable[[Region[Views]], Views]  # finds a chunk's views in the scratch that it was given
 
 
-@dataclass(frozen=True)
-class OneShot:
-    """Every rank sends all of its numbers to every other."""
+class SumKernels:
+    """What is done to a lane on the rank at `link`; if `fused`, in one launch each where the backend has them."""
 
-    transport: Transport
-
-    def scratch_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """W wires of a lane's part of a chunk."""
-        return self.transport.world * lane.codec.wire_bytes(numel, lane.encoded)
-
-    def sent_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """The wire, to all others."""
-        return (self.transport.world - 1) * lane.codec.wire_bytes(numel, lane.encoded) if numel else 0
-
-    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], scratch: Scratch) -> Stages:
-        """Encode, send to all, add all: x = scale * sum of x over the ranks."""
-        link = self.transport
-        sizes = [chunk.lane.codec.wire_bytes(chunk.x.numel(), chunk.x.dtype) for chunk in chunks]
-        wires_WN = scratch.matrix(link.world, sum(sizes))
-        for chunk, received_WN in zip(chunks, columns(wires_WN, sizes), strict=True):
-            chunk.received_WN = received_WN
-            chunk.load()
-            chunk.encode(chunk.whole, chunk.lane.codec, received_WN[link.rank], chunk.key.of(0))
-        yield link.gather(wires_WN.unbind(), tags[0])
-        fine = check_finite(chunks, LaneChunk.all_finite)
-        for chunk in chunks:
-            carry = chunk.lane.carry
-            span = chunk.span(chunk.whole)
-            if carry is not None:
-                carry.keep(span, chunk.x, scale, fine)
-            chunk.lane.codec.decode_sum(chunk.received_WN, chunk.x, scale=scale, step=chunk.key.of(0))
-            if carry is not None:
-                carry.result(span, chunk.x, fine)
-            chunk.write()
+    def __init__(
+        self, lane: LaneSpec, link: Transport, scale: float, stride: int, *, two_phase: bool, fused: bool = True
+    ) -> None:
+        world = link.world
+        self.lane = lane
+        self.shape = lane_rows(lane, world, two_phase=two_phase)
+        self.feedback = feedback = None
+        if lane.feedback:
+            self.feedback = feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
+        self.keeps_local = two_phase and (lane.exact_local or bool(lane.feedback))
+        own = link.rank if self.keeps_local else -1
+        first = lane.first_phase if two_phase else lane.codec
+        encode_job = job_of(first, self.shape, lane, link.device, stride, fused=fused)
+        self.job = job_of(lane.codec, self.shape, lane, link.device, stride, fused=fused)
+        self.encode = rows.encoder(encode_job, skip=own, by_row=int(two_phase), feedback=feedback)
+        self.recode: rows.Recode | None = None
+        self.row = link.rank if two_phase else 0
+        if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
+            size = scale if self.keeps_local else abs(scale)
+            self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
+        sign = -1.0 if scale < 0 and not self.keeps_local else 1.0
+        added = 1 if two_phase else world
+        scale_out = sign if two_phase else scale
+        self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
+        self.scan = rows.scanner(self.job, added) if feedback else None
+        self.left = lane.numel if feedback and lane.dtype != torch.float32 else 0  # numbers that x has too few bits for
 
 
-def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The lanes' parts of rows of wires."""
-    edges = [0, *itertools.accumulate(sizes)]
-    return [wires_WN[..., begin:end] for begin, end in itertools.pairwise(edges)]
+def lane_rows(lane: LaneSpec, world: int, *, two_phase: bool) -> Rows:
+    """The shards of a lane, one per rank; in one phase there is one."""
+    if not two_phase:
+        return Rows(lane.numel, lane.numel, 1)
+    longest = chunks.shards(Span(0, lane.numel), world, lane.codec.unit)[0]
+    return Rows(lane.numel, longest.numel, world)
 
 
-@dataclass(frozen=True)
-class TwoPhase:
-    """A reduce-scatter of wires, and an all-gather of wires."""
+class SumChunk:
+    """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
 
-    transport: Transport
+    _outer_watched = False  # True => watches see another sum
 
-    def scratch_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """Wires of all shards to send, and W wires of the own shard; the reduced wires take the place of the first."""
-        sizes = self._sizes(lane, numel)
-        return sum(sizes) + self.transport.world * sizes[0]  # the first shard is the longest
+    def __init__(
+        self,
+        link: Transport,
+        lanes: Sequence[LaneSpec],
+        scale: float,
+        *,
+        two_phase: bool,
+        fused: bool = True,
+        begin: int = 0,
+    ) -> None:
+        self._link = link
+        self._two_phase = two_phase
+        shapes = [lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
+        pairs = zip(lanes, shapes, strict=True)
+        sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
+        self.stride = sum(sizes)
+        self._starts = _ascending(sizes)
+        self._matrix = link.world * self.stride
+        self._rows_end = (2 if two_phase else 1) * self._matrix
+        self.kernels = [SumKernels(lane, link, scale, self.stride, two_phase=two_phase, fused=fused) for lane in lanes]
+        self._local_sizes = [lane.job.layout(lane.row).nbytes for lane in self.kernels]
+        # Lanes without feedback may be Picked: encoded before the first lane, where they leave zeros, decoded after it.
+        # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
+        self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
+        self._nothing: list[Memory | None] = [None] * len(lanes)
+        self._used_R = [self._used(rank) for rank in range(link.world)]
+        self.floats = [(lane.left, torch.float32) for lane in self.kernels]
+        self.end = begin + self._rows_end + _nbytes(self.floats)  # of its scratch
+        self.scratch = Region(self.end - begin, self._split, begin)
 
-    def sent_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """The wires of others' shards to them, then the own shard's to all others."""
-        sizes = self._sizes(lane, numel)
-        return sum(sizes) + (self.transport.world - 2) * sizes[self.transport.rank]
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of wires that this rank hands to the transport; of padding it sends none but on a stream."""
+        own = self._used_R[self._link.rank]
+        shards = sum(self._used_R) - own if self._two_phase else 0
+        return shards + (self._link.world - 1) * own
 
-    def _sizes(self, lane: LaneSpec, numel: int) -> list[int]:
-        return wire_sizes(lane.codec, shards(Span(0, numel), self.transport.world, lane.codec.unit), lane.encoded)
+    def stages(
+        self,
+        place: Place,
+        xs: Sequence[Any],
+        mixed: Sequence[int],
+        tags: Sequence[int] | None,
+        memories: Sequence[Memory | None] | None = None,
+        bad: Bad | None = None,
+        watches: Sequence[Watch | None] | None = None,
+    ) -> Stages:
+        """x = scale * sum of x over the ranks: encode the shards, send each to one rank, encode sums, send them to all.
 
-    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], scratch: Scratch) -> Stages:
-        """Encode the shards, send each to its rank, recode the own one's sum, send it to all, decode all."""
-        link = self.transport
-        wires, moving = send_shards(link, chunks, tags[0], scratch)
-        yield moving
-        for chunk in chunks:
-            _reduce_shard(chunk, link, scale)
-        yield link.gather(wires, tags[0] + 1)
-        fine = check_finite(chunks, sums_are_finite)
-        for chunk in chunks:
-            finish(chunk, link, scale, fine)
+        In one shot there is one shard, which every rank sends to all others. By lane: flat numbers, or Picked; the step
+        (hashing.row_step); the memory where there is feedback; what looks at each row as it is encoded. Without tags
+        (across nodes, inside) nothing is sent: kernels are to be compiled. No message is awaited on a stream.
+        """
+        views = place(self.scratch)
+        link = self._link
+        kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
+        sent_L = views.sent_L if self._two_phase else views.local_L
+        for i in self._last_first[::-1]:
+            look = () if watches is None or self._outer_watched else (watches[i],)
+            self.kernels[i].encode(xs[i], sent_L[i], mixed[i], kept[i], *look)
+        if self._two_phase:
+            if tags is not None:
+                moving = link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
+                if moving is not None:
+                    yield moving
+            yield from self._reduce(place, views, xs, mixed, tags, kept, watches)
+        if tags is not None:
+            moving = link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
+            if moving is not None:
+                yield moving
+        if bad is not None:
+            for lane, wires in zip(self.kernels, views.sent_L, strict=True):
+                if lane.scan is not None:
+                    lane.scan(wires, bad)
+        for i in self._last_first:
+            self.kernels[i].decode(views.sent_L[i], xs[i], kept[i], bad, mixed=mixed[i])
 
+    def _reduce(
+        self, place: Place, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
+    ) -> Iterable[Sequence[Waitable]]:
+        """Write the wire of the own shard's sum, of every lane."""
+        for i, lane in enumerate(self.kernels):
+            if lane.recode is not None:
+                x = xs[i].copy if isinstance(xs[i], Picked) else xs[i]
+                own = x if lane.keeps_local else None
+                lane.recode(views.received_L[i], views.local_L[i], mixed[i], own, kept[i])
+        return ()
 
-def send_shards(
-    link: Transport, chunks: Sequence[LaneChunk], tag: int, scratch: Scratch
-) -> tuple[list[Tensor], Sequence[Waitable]]:
-    """The first phase of a sum: every rank gets its shard from all ranks.
+    def views(self, sent: Tensor, received: Tensor, floats_L: Sequence[Tensor] = ()) -> Views:
+        """The views of matrices of rows."""
+        return views_of(self._link, self._starts, self._local_sizes, sent, received, floats_L)
 
-    Returns the wires of all shards, with all lanes (the own shard's are not written yet), and the messages under way.
-    """
-    sizes_LW = [wire_sizes(chunk.lane.codec, chunk.split(link.world), chunk.x.dtype) for chunk in chunks]
-    sizes_WL = [[sizes[shard] for sizes in sizes_LW] for shard in range(link.world)]
-    wires = [scratch.take(sum(sizes)) for sizes in sizes_WL]
-    received_WN = scratch.matrix(link.world, wires[link.rank].numel())
-    wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
-    for lane, (chunk, received) in enumerate(zip(chunks, columns(received_WN, sizes_WL[link.rank]), strict=True)):
-        chunk.wires = [wires_L[lane] for wires_L in wires_WL]
-        chunk.received_WN = received
-        chunk.load()
-        for shard, part in _filled(chunk, link):
-            if shard == link.rank and chunk.lane.keeps_local:
-                chunk.compensate(part)  # its numbers stay as they are
-                continue
-            wire = received[shard] if shard == link.rank else chunk.wires[shard]
-            chunk.encode(part, chunk.lane.spec.first_phase, wire, chunk.key.of(shard))
-    peers = others_first(link.rank, link.world)[:-1]
-    sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
-    receives = [(peer, received_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
-    return wires, link.exchange(sends, receives, tag)
+    def _split(self, buffer: Tensor) -> Views:
+        """One or two matrices of rows, then the floats."""
+        sizes = [aligned(numel * dtype.itemsize) for numel, dtype in self.floats]
+        parts = buffer[self._rows_end : self._rows_end + sum(sizes)].split(sizes)
+        floats_L = [part.view(dtype)[:numel] for part, (numel, dtype) in zip(parts, self.floats, strict=True)]
+        return self.views(buffer[: self._matrix], buffer[self._rows_end - self._matrix : self._rows_end], floats_L)
 
-
-def _filled(chunk: LaneChunk, link: Transport) -> list[tuple[int, Span]]:
-    """Shards that hold anything, this rank's own last."""
-    order = others_first(link.rank, link.world)
-    return [(shard, chunk.shards[shard]) for shard in order if chunk.shards[shard].numel]
-
-
-def _reduce_shard(chunk: LaneChunk, link: Transport, scale: float) -> None:
-    """Write the wire of the own shard's sum."""
-    part = chunk.shards[link.rank]
-    if not part.numel:
-        return
-    lane = chunk.lane
-    step = chunk.key.of(link.rank)
-    wire = chunk.wires[link.rank]
-    if not lane.keeps_local:
-        dtype = chunk.x.dtype
-        lane.codec.recode(chunk.received_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=True)
-        return
-    total = _sum_of_others(chunk, link, scale)
-    local = chunk.numbers(part)
-    if lane.carry is None:
-        total.add_(local, alpha=scale)
-    else:
-        lane.carry.reduced(local, total, scale)
-    lane.codec.encode(total, wire, step=step)
-
-
-def _sum_of_others(chunk: LaneChunk, link: Transport, scale: float) -> Tensor:
-    """Sum the others' wires of the own shard. The last one moves to the place of the own, which was not written."""
-    last = link.world - 1
-    if link.rank != last:
-        chunk.received_WN[link.rank].copy_(chunk.received_WN[last])
-    total = torch.empty(chunk.shards[link.rank].numel, dtype=torch.float32, device=chunk.x.device)
-    chunk.lane.codec.decode_sum(chunk.received_WN[:last], total, scale=scale, step=chunk.key.of(link.rank))
-    return total
+    def _used(self, row: int) -> int:
+        """How much of a row is used, up to the last wire in it."""
+        if not self._two_phase:
+            return self.stride
+        filled = [(start, lane.job) for start, lane in zip(self._starts, self.kernels, strict=True)]
+        return max((start + job.layout(row).nbytes for start, job in filled if row <= job.rows.short), default=0)
 
 
-def sums_are_finite(chunk: LaneChunk) -> Tensor:
-    """Whether all ranks' numbers of all shards are: the sums hold what was not."""
-    checks = [
-        chunk.lane.codec.all_finite(wire[None], part.numel, chunk.x.dtype)
-        for wire, part in zip(chunk.wires, chunk.shards, strict=True)
-        if part.numel
+def _ascending(sizes: Sequence[int]) -> list[int]:
+    """Where lanes start in a row: the longest comes last, since only the part of a row that its shard fills is sent."""
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    starts = dict(zip(order, itertools.accumulate([0, *(sizes[i] for i in order)]), strict=False))
+    return [starts[i] for i in range(len(sizes))]
+
+
+def _nbytes(floats: Sequence[tuple[int, torch.dtype]]) -> int:
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in floats)
+
+
+def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
+    """The memories with a place for `left`: x itself, or scratch if x has too few bits."""
+    return [
+        memory and memory._replace(left=left if left.numel() else x)
+        for memory, x, left in zip(memories, xs, lefts, strict=True)
     ]
-    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=chunk.x.device)
 
 
-def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
-    codec = chunk.lane.codec
-    carry = chunk.lane.carry
-    sign = -1.0 if scale < 0 else 1.0
-    for shard, part in _filled(chunk, link):
-        x = chunk.numbers(part)
-        step = chunk.key.of(shard)
-        if carry is None:
-            codec.decode(chunk.wires[shard], x, scale=sign, step=step)
-            continue
-        span = chunk.span(part)
-        if shard == link.rank:
-            result = decoded(codec, chunk.wires[shard], part.numel, step)
-            carry.keep_local(span, x, result, fine)
-            x.copy_(result)
-        else:
-            carry.keep(span, x, scale, fine)
-            codec.decode(chunk.wires[shard], x, step=step)
-        carry.result(span, x, fine)
-    chunk.write()
-
-
-@dataclass(frozen=True)
-class Hierarchical:
+class NodesChunk(SumChunk):
     """A reduce-scatter inside every node, a sum across nodes, an all-gather inside.
 
-    Without feedback; a lane's watch sees what is lost across.
+    There is no feedback; watches see what is lost across. The scale is applied across nodes.
     """
 
-    across: Transport
-    inside: Transport
+    _outer_watched = True
 
-    def scratch_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """Both phases inside, the sums of the own shards, and what travels across."""
-        outer = lane.outer(shards(Span(0, numel), self.inside.world, lane.codec.unit)[0].numel)
-        sums = aligned(outer.numel * outer.dtype.itemsize)
-        inner = TwoPhase(self.inside).scratch_bytes(lane, numel)
-        return inner + sums + self._outer.scratch_bytes(outer, outer.numel)
-
-    def sent_bytes(self, lane: LaneSpec, numel: int) -> int:
-        """Both phases inside, and the own shard's sum across."""
-        outer = lane.outer(shards(Span(0, numel), self.inside.world, lane.codec.unit)[self.inside.rank].numel)
-        return TwoPhase(self.inside).sent_bytes(lane, numel) + self._outer.sent_bytes(outer, outer.numel)
+    def __init__(
+        self, links: Sequence[Transport], lanes: Sequence[LaneSpec], scale: float, chunk: int, *, fused: bool
+    ) -> None:
+        across, inside = links
+        super().__init__(inside, lanes, 1.0, two_phase=True, fused=fused)
+        self._chunk = chunk
+        self._scale = scale
+        self._spans = [lane.shape.span(inside.rank) for lane in self.kernels]  # the own shards
+        numels = {i: end - begin for i, (begin, end) in enumerate(self._spans) if end > begin}
+        jobs = {i: replace(self.kernels[i].job, rows=Rows(numel, numel, 1)) for i, numel in numels.items()}
+        self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
+        self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
+        self.floats = [(numels.get(i, 0), lane.outer(0).dtype) for i, lane in enumerate(lanes)]  # their sums
+        self._outer: SumChunk | None = None
+        self.end += _nbytes(self.floats)
+        self.scratch = Region(self.end, self._split)
+        phases = 1 + (fewest_roundings(across.world) == "two_phase")
+        self._outer_specs = [lanes[i].outer(numel) for i, numel in numels.items()]
+        self._outer_specs = [spec._replace(dtype=spec.encoded) for spec in self._outer_specs]
+        if numels and across.world > 1:
+            specs = self._outer_specs
+            self._outer = SumChunk(across, specs, scale, two_phase=phases == 2, fused=fused, begin=self.end)
+            self.end = self._outer.end
+        self._outer_waits = phases if across.world > 1 else 0  # whether the own shards hold anything or not
 
     @property
-    def _outer(self) -> OneShot | TwoPhase:
-        return flat_reducer(self.across, fewest_roundings(self.across.world))
+    def sent_bytes(self) -> int:
+        """Both phases inside, and the own shards' sums across."""
+        return super().sent_bytes + (self._outer.sent_bytes if self._outer else 0)
+
+    def _reduce(
+        self, place: Place, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
+    ) -> Iterable[Sequence[Waitable]]:
+        """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
+        rank = self._link.rank
+        for i, add in self._adds.items():
+            add(views.received_L[i], views.floats_L[i], None, None, mixed=mixed[i] ^ rank)
+        pairs = zip(self._adds, self._outer_specs, strict=True)
+        totals = {i: views.floats_L[i].to(spec.dtype) for i, spec in pairs}
+        if self._outer is not None:
+            steps = [Key(hashing.row_step(mixed[i], rank), self._chunk).mixed() for i in totals]
+            looks = watches and [after(watches[i], self._spans[i][0]) for i in totals]
+            yield from self._outer.stages(place, [*totals.values()], steps, tags and tags[:1], watches=looks)
+        elif self._outer_waits:  # other ranks' shards hold something
+            yield from [()] * self._outer_waits
+        else:
+            for total in totals.values():
+                total.mul_(self._scale)
+        for i, put in self._puts.items():
+            lane = self.kernels[i].lane
+            put(fitted(totals[i], lane.dtype, lane.outer(0).codec), views.local_L[i], mixed[i], None)
+
+
+def after(watch: Watch | None, begin: int) -> Watch | None:
+    """A watch of numbers that lie behind `begin` others."""
+    return watch and (lambda span, x, read: watch(Span(begin + span[0], begin + span[1]), x, read))
+
+
+class SumProgram:
+    """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
+
+    def __init__(
+        self, links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], scale: float, *, fused: bool
+    ) -> None:
+        self.chunkings = [lane.chunking for lane in lanes]
+        self.count = max(chunking.num_chunks for chunking in self.chunkings)
+        # The lanes that have anything in a chunk, and their sum.
+        self.chunks: list[tuple[list[int], SumChunk]] = []
+        made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
+        for index in range(self.count):
+            lengths = tuple(chunking.span(index).numel for chunking in self.chunkings)
+            some = [i for i, numel in enumerate(lengths) if numel]
+            parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
+            parts = [lane if lane.feedback else lane._replace(dtype=lane.encoded) for lane in parts]
+            if len(links) == 2:
+                made[lengths] = NodesChunk(links, parts, scale, index, fused=fused)
+            elif lengths not in made:
+                made[lengths] = SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase", fused=fused)
+            self.chunks.append((some, made[lengths]))
+        self.waits = 0  # of a chunk on a mesh of nodes, which waits more than twice
+        if len(links) == 2 and links[0].world > 1:
+            self.waits = 3 + (fewest_roundings(links[0].world) == "two_phase")
+        self.scratch_end = aligned(max(chunk.end for _, chunk in self.chunks))
 
     @property
-    def messages(self) -> int:
-        """How often a chunk waits, the same on all ranks, whether their shards hold anything or not."""
-        if self.across.world == 1:
-            return 2
-        return 3 if isinstance(self._outer, OneShot) else 4
+    def sent_bytes(self) -> int:
+        """Bytes of wires that this rank hands to the transport."""
+        return sum(chunk.sent_bytes for _, chunk in self.chunks)
 
-    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], scratch: Scratch) -> Stages:
-        link = self.inside
-        inner = [replace(chunk, lane=replace(chunk.lane, watch=None)) for chunk in chunks]
-        wires, moving = send_shards(link, inner, tags[1], scratch)
-        yield moving
-        filled = [i for i, chunk in enumerate(inner) if chunk.shards[link.rank].numel]
-        outer = [self._node_sum(inner[i], chunks[i].lane.watch, scratch) for i in filled]
-        if self.across.world == 1:
-            for node in outer:
-                node.x.mul_(scale)
-        elif outer:
-            yield from self._outer.stages(outer, scale, tags, scratch)
-        else:
-            for _ in range(self.messages - 2):
-                yield ()
-        for i, node in zip(filled, outer, strict=True):
-            chunk = inner[i]
-            numbers = fitted(node.x, chunk.x.dtype, node.lane.codec)
-            chunk.lane.codec.encode(numbers, chunk.wires[link.rank], step=chunk.key.of(link.rank))
-        yield link.gather(wires, tags[1] + 1)
-        fine = check_finite(inner, sums_are_finite)
-        for chunk in inner:
-            finish(chunk, link, 1.0, fine)
+    def spans(self, index: int) -> list[Span]:
+        """What of each lane is in a chunk, of those that have anything in it."""
+        return [self.chunkings[i].span(index) for i in self.chunks[index][0]]
 
-    def _node_sum(self, chunk: LaneChunk, watch: Watch | None, scratch: Scratch) -> LaneChunk:
-        """The sum of the own shard inside the node, as what travels across nodes."""
-        rank = self.inside.rank
-        codec = chunk.lane.codec
-        part = chunk.shards[rank]
-        spec = chunk.lane.spec.outer(part.numel)
-        total = scratch.numbers(part.numel, spec.dtype)
-        step = chunk.key.of(rank)
-        if isinstance(codec, Identity) and chunk.x.dtype != total.dtype:  # its wires hold numbers of 16 bits
-            each = torch.empty(part.numel, dtype=chunk.x.dtype, device=chunk.x.device)
-            total.zero_()
-            for wire in chunk.received_WN:
-                codec.decode(wire, each, step=step)
-                total += each
-        else:
-            codec.decode_sum(chunk.received_WN, total, step=step)
-        lane = Lane(spec, Flat([total]), watch=watch)
-        return LaneChunk(lane, total, total, Key(step, chunk.key.chunk), chunk.begin + part.begin)
+    def begin(
+        self, index: int, place: Place, parts: Sequence[tuple[Lane, Span]], xs: Sequence[Tensor], step: int, tags: Any
+    ) -> tuple[Stages, Bad | None]:
+        """A chunk of parts of lanes, whose numbers are xs, where kernels are not fused; and where it notes bad ones."""
+        some, chunk = self.chunks[index]
+        memories = [n.carry and n.carry.part(span, x, span) for (n, span), x in zip(parts, xs, strict=True)]
+        looks = [after(lane.watch, span.begin) for lane, span in parts]
+        bad = None
+        if any(lane.carry or lane.on_finite for lane, _ in parts):
+            bad = Bad(torch.zeros(2, dtype=torch.int32, device=xs[0].device), 1)
+        mixed = [Key(step, index, i).mixed() for i in some]
+        how = mixed, tags, memories if any(memories) else None, bad, looks if any(looks) else None
+        return chunk.stages(place, xs, *how), bad
 
-
-Reducer = OneShot | TwoPhase | Hierarchical
+    def __call__(
+        self,
+        space: Workspace,
+        xs: Sequence[Any],
+        step: int,
+        memories: Sequence[Memory | None] | None = None,
+        bad: Bad | None = None,
+    ) -> None:
+        """See Program; with the memories of lanes, and a place to note which of `count` chunks are not finite."""
+        tags = None if space.dry_run else _UNTAGGED
+        mixed = hashing.mix64(step)
+        for index, (some, chunk) in enumerate(self.chunks):
+            parts, pieces = xs, memories
+            if self.count > 1:
+                pairs = list(zip(some, self.spans(index), strict=True))
+                parts = [xs[i].view(-1)[span.begin : span.end] for i, span in pairs]
+                if memories is not None:
+                    pieces = [(memory := memories[i]) and memory.part(*span) for i, span in pairs]
+            noted = None if bad is None else bad._replace(call=bad.call + index)
+            steps = [mixed ^ (i << 48 | index << 16) for i in some]  # as lane.Key mixes them
+            for _ in chunk.stages(space.view, parts, steps, tags, pieces, noted):
+                pass  # the stream waits
 
 
 def fewest_roundings(world: int) -> Literal["one_shot", "two_phase"]:
@@ -291,10 +359,6 @@ def flat_algorithm(asked: str, codecs: Sequence[Codec], world: int) -> str:
     if asked != "auto":
         return asked
     return fewest_roundings(world) if all(codec.recodes for codec in codecs) else "one_shot"
-
-
-def flat_reducer(transport: Transport, algorithm: str) -> OneShot | TwoPhase:
-    return OneShot(transport) if algorithm == "one_shot" else TwoPhase(transport)
 
 
 def fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:

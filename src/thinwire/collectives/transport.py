@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from thinwire.collectives.chunks import others_first
 from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, named, timeout_s
 from thinwire.errors import CollectiveError, WireError
 from thinwire.ranges import range_of
@@ -128,18 +129,20 @@ class Transport:
     has_checksums: bool = False  # checksums follow messages
     _options: Any = None  # of the backend
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
-    device: torch.device  # of the stream
     agree: Callable[[Sequence[int]], list[int]]  # the largest of each number over the ranks; raises LostRankError
     share: Callable[[bytes], list[bytes]]  # the rows of all ranks, which are equally long; raises LostRankError
     close: Callable[[], None]  # closes the connections of the group: all who wait for a message get an error
-    # On a stream only: matrices of wires, one row per rank, as collectives on the current stream.
-    all_to_all: Callable[[Tensor, Tensor], None]  # row r of what is received = this rank's row of what rank r sent
-    all_gather: Callable[[Tensor, Tensor], None]  # row r of the whole = rank r's own row, perhaps its place there
-    broadcast: Callable[[Tensor, int], None]  # all = the source's
-    exchange_rows: Callable[..., None]  # all_to_all of rows of any lengths, in bytes
+    # Matrices of wires, one row per rank. On a stream: as collectives on the current stream, which waits for them.
+    # Elsewhere so many bytes of each rank's row travel (used_R), under a tag, and what moves is returned.
+    # (received, sent, used_R, tag): row r of what is received = this rank's row of what rank r sent
+    all_to_all: Callable[..., "Moving | None"]
+    all_gather: Callable[..., "Moving | None"]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
+    broadcast: Callable[[Tensor, int], None]  # on a stream only: all = the source's
+    exchange_rows: Callable[..., None]  # on a stream only: all_to_all of rows of any lengths, in bytes
 
-    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
+        self.device = device  # of the tensors
         self.rank = group.rank()
         self.world = group.size()
         self.sent = 0  # bytes of payload since the group was first used
@@ -187,7 +190,7 @@ class Transport:
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
-        others = [(self.rank + i) % self.world for i in range(1, self.world)]
+        others = others_first(self.rank, self.world)[:-1]
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
         return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
 
@@ -237,8 +240,8 @@ class Arrival:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int]) -> None:
-        super().__init__(group, sequences)
+    def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
+        super().__init__(group, sequences, device)
         asked = (os.environ.get(name, "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
         self.has_checksums = any(value not in ("", "0") for value in asked)
         gloo = [backend_impl(group, device) for device in group._device_types if backend(group, device) == "gloo"]
@@ -275,6 +278,18 @@ class PairTransport(Transport):
         except RuntimeError as error:
             raise LostRankError(rank, error) from None
         return Moving(works, [rank for rank, _ in (*receives, *sends)], self._options)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, used_R: Sequence[int], tag: int) -> Moving:
+        came, rows, own = received.view(self.world, -1), sent.view(self.world, -1), used_R[self.rank]
+        came[self.rank].copy_(rows[self.rank])
+        others = others_first(self.rank, self.world)[:-1]
+        sends = [(rank, rows[rank][: used_R[rank]]) for rank in others if used_R[rank]]
+        return self.exchange(sends, [(rank, came[rank][:own]) for rank in sorted(others) if own], tag)
+
+    def all_gather(self, whole: Tensor, _: Tensor, used_R: Sequence[int], tag: int) -> Moving:
+        rows, others, own = whole.view(self.world, -1), others_first(self.rank, self.world)[:-1], used_R[self.rank]
+        sends = [(rank, rows[self.rank][:own]) for rank in others if own]
+        return self.exchange(sends, [(rank, rows[rank][: used_R[rank]]) for rank in others if used_R[rank]], tag)
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         if self.has_checksums:
@@ -350,12 +365,11 @@ class StreamTransport(Transport):
     on_stream = True
 
     def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
-        super().__init__(group, sequences)
-        self.device = device
+        super().__init__(group, sequences, device)
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> None:
         self._moved(sent.numel() - sent.numel() // self.world)
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
@@ -366,10 +380,10 @@ class StreamTransport(Transport):
             else:
                 _finish(group_all_to_all(self.group, received, sent, (), (), _TO_ALL))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        self._moved(output.numel() - input.numel())
+    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> None:
+        self._moved(whole.numel() - own.numel())
         with range_of("thinwire::wire"):
-            _finish(group_all_gather(self.group, output, input, _GATHER))
+            _finish(group_all_gather(self.group, whole, own, _GATHER))
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         if self.rank == source:
@@ -489,7 +503,7 @@ def transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterato
         return StreamTransport(group, sequences, device)
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport
-        return made(group, sequences)
+        return made(group, sequences, device)
     raise CollectiveError(
         f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}: make a group with "
         "backend='gloo' or 'nccl' (torch.distributed.new_group) and pass it as group="

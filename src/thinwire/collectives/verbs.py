@@ -137,9 +137,8 @@ def all_reduce_coalesced(
 
 def _sum(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     plan = call.plan
-    assert plan.reducer is not None and plan.reduction is not None  # noqa: PT018
-    lane = Lane(plan.lanes[0], Flat(parts))
-    return operations.AllReduce(call, [lane], plan.reducer, plan.reduction.scale(call.channel.world))
+    assert plan.sum is not None
+    return operations.AllReduce(call, [Lane(plan.lanes[0], Flat(parts))], plan.sum)
 
 
 def reduce_scatter_tensor(
@@ -194,7 +193,7 @@ def _scatter_fed_back(
     chosen = checks.codec_for(codec, source.shape)
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
     message = RowMessage([spec], source, group, scale)
-    carry = feedback.carry(source.numel(), target.numel(), scale, source.device)
+    carry = feedback.carry(source.numel(), target.numel(), source.device)
     message.run([target.view(1, -1)], [source.view(channel.world, -1)], step, [(carry, None, None)])
 
 

@@ -16,6 +16,21 @@ from torch import Tensor
 
 from thinwire.errors import CollectiveError
 
+Views = TypeVar("Views")
+
+
+class Region(Generic[Views]):
+    """The part of every workspace that a program uses, up to `end`, and how it is split into views."""
+
+    def __init__(self, nbytes: int, split: Callable[[Tensor], Views], begin: int = 0) -> None:
+        self.end = begin + nbytes
+        self._begin = begin
+        self._split = split
+
+    def of(self, buffer: Tensor) -> Views:
+        """The views of a buffer."""
+        return self._split(buffer[self._begin : self.end])
+
 
 class Workspace:
     """Scratch for one call at a time. It grows to the largest size that a call has needed."""
@@ -24,7 +39,7 @@ class Workspace:
         self.device = device
         self.dry_run = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self.views: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -33,29 +48,18 @@ class Workspace:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
+    def view(self, region: Region[Views]) -> Views:
+        """The views of a region, made once."""
+        buffer = self.reserve(region.end)
+        found: Views | None = self._views.get(region)
+        if found is None:
+            found = self._views[region] = region.of(buffer)
+        return found
+
     def release(self) -> None:
         """Release the buffer, and forget its views."""
-        self.views.clear()
+        self._views.clear()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-
-
-Views = TypeVar("Views")
-
-
-class Region(Generic[Views]):
-    """The part of every workspace that a program uses, up to `end`, split into its views once."""
-
-    def __init__(self, nbytes: int, split: Callable[[Tensor], Views], begin: int = 0) -> None:
-        self.end = begin + nbytes
-        self._begin = begin
-        self._split = split
-
-    def views(self, space: Workspace) -> Views:
-        buffer = space.reserve(self.end)
-        found: Views | None = space.views.get(self)
-        if found is None:
-            found = space.views[self] = self._split(buffer[self._begin : self.end])
-        return found
 
 
 class CallerWorkspace(Workspace):

@@ -121,8 +121,8 @@ class StreamedBucket:
         # Of lanes that are aside: where their numbers lie in the bucket.
         spans_L = [[torch.arange(*span) for span in lane.stretches if lane.aside] for lane in lanes]
         self._lanes = [(n, torch.cat(s).to(device) if s else None) for n, s in zip(lanes, spans_L, strict=True)]
-        kept = [carry and carry.memories for carry in carries]  # programs find a place for what is left
-        self._memories = [pair and Memory(pair[0], pair[0], pair[1]) for pair in kept] if any(carries) else None
+        kept = [carry and Memory(carry.kept, carry.kept, carry.mean) for carry in carries]
+        self._memories = kept if any(carries) else None  # programs find a place for what is left
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         # What the first lane remembers, and where other lanes lie in it.

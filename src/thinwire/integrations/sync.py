@@ -177,7 +177,7 @@ class GradientSync:
             return BucketPlan(found, sum(numels), plain_bytes)
         laid = [lane.spec for lane in found]
         message = Message(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
-        carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
+        carries = [self.memories.carry(lane.spec.feedback, lane.pieces, like.device) for lane in found]
         program = message.program and StreamedBucket(message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)
 

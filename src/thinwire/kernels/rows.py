@@ -1,9 +1,9 @@
 """Messages in rows: the wires of all shards of a tensor, side by side in a matrix, encoded or decoded in one go.
 
-Here they are defined, row by row, by the operations of a backend; `triton.row_launch` does the same in one launch each.
-Both give callables that are made once and called at every step. `wires` is a uint8 tensor whose rows start `stride`
-bytes apart, and `mixed` stands for the step (hashing.row_step). Where it has no memory (device "meta"), a call computes
-nothing: its kernel is compiled, if it has one.
+Here they are defined, row by row, by the operations of a backend; `triton.row_launch` does the same in one launch each,
+unless a job is not `fused`. Both give callables that are made once and called at every step. `wires` is a uint8 tensor
+whose rows start `stride` bytes apart, and `mixed` stands for the step (hashing.row_step). Where it has no memory (on
+device "meta"), a call computes nothing: its kernel is compiled, if it has one.
 
 Feedback: x + factor * memory is encoded, and `left` passes data from one of these operations to the next:
 
@@ -16,7 +16,7 @@ share is 1 for the own row and `scale` for others. With "ef21" the result is add
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Memory(NamedTuple):
     left: Tensor
     mean: Tensor | None = None
 
+    def part(self, begin: int, end: int) -> "Memory":
+        """The memory of some elements."""
+        return Memory(self.kept[begin:end], self.left[begin:end], None if self.mean is None else self.mean[begin:end])
+
 
 class Picked(NamedTuple):
     """Numbers here and there in a tensor, in codecs without blocks. To encode them leaves zeros in their place."""
@@ -55,18 +59,14 @@ class Bad(NamedTuple):
     call: int  # the number of this one
 
 
-Encode = Callable[[Tensor | Picked, Tensor, int, Memory | None], None]  # (x, wires, mixed, memory)
+Fine = bool | Tensor  # whether every number is finite; on a GPU a tensor, so that the host does not wait
+Watch = Callable[[tuple[int, int], Tensor, Tensor], None]  # (span, what is encoded, what its wire decodes to)
+# (x, wires, mixed, memory, watch=None): `watch`, of a job that is not fused, sees every row.
+Encode = Callable[..., None]
 Recode = Callable[[Tensor, Tensor, int, Tensor | None, Memory | None], None]  # (wires, wire, mixed, own x, memory)
-
-
-class Decode(Protocol):
-    """`source`: where the row that was left out is copied from."""
-
-    def __call__(
-        self, wires: Tensor, out: Tensor | Picked, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
-    ) -> None: ...
-
-
+# (wires, out, memory, bad, source=None, mixed=None): the row that was left out is copied from `source`; headers on the
+# CPU must have the key of `mixed`, if that is given.
+Decode = Callable[..., None]
 Scan = Callable[[Tensor, Bad], None]  # (wires, bad)
 
 
@@ -78,24 +78,37 @@ def encoder(
     if fused is not None:
         made: Encode = fused.encoder(job, skip, by_row, first_row, feedback)
         return ranged("thinwire::encode")(made)
-    backend = dispatch.select(job.device, job.how.format)
 
-    def encode(x: Tensor | Picked, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+    @ranged("thinwire::encode")
+    def encode(
+        x: Tensor | Picked, wires: Tensor, mixed: int, memory: Memory | None, watch: Watch | None = None
+    ) -> None:
         if wires.is_meta:
             return
+        backend = _backend(job)
         x = taken(x) if isinstance(x, Picked) else x.view(-1)
         for row in range(job.rows.short + 1):
             if row == skip:
                 continue
             begin, end = job.rows.span(row)
-            part = x[begin:end] if feedback is None else _message(x, memory, feedback, begin, end)
             wire = _row(wires, job, row)[0]
-            step = hashing.row_step(mixed, row * by_row + first_row)
-            rotation, dither = job.how.keys(job.seed, step, hashing.DITHER)
-            backend.encode(job.how, part, wire, None, rotation=rotation, dither=dither)
+            rotation, dither = job.how.keys(job.seed, hashing.row_step(mixed, row * by_row + first_row), hashing.DITHER)
+            part, residual, left = x[begin:end], None, None
             if feedback is not None and memory is not None:
-                read = _decoded(backend, job, wire[None], end - begin, rotation)
-                memory.left[begin:end] = part - read if feedback.mode == "classic" else read
+                left = memory.left[begin:end]
+                if feedback.mode == "classic" and watch is None:  # one pass encodes the sum, and leaves what it lost
+                    left.copy_(part)
+                    part, residual = memory.kept[begin:end].float() * feedback.factor, left
+                else:
+                    part = message(x, memory, feedback, begin, end)
+            backend.encode(job.how, part, wire, residual, rotation=rotation, dither=dither)
+            if residual is not None or (left is None and watch is None):
+                continue
+            read = _decoded(backend, job, wire[None], end - begin, rotation)
+            if watch is not None:
+                watch((begin, end), part, read)
+            if left is not None and feedback is not None:
+                left.copy_(part - read if feedback.mode == "classic" else read)
 
     return encode
 
@@ -110,17 +123,19 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     if fused is not None and (own < 0 or fused.adds_own(job)):
         made: Recode = fused.recoder(job, row, world, scale, own, feedback)
         return ranged("thinwire::recode")(made)
-    backend = dispatch.select(job.device, job.how.format)
     begin, end = job.rows.span(row)
     numel = end - begin
 
+    @ranged("thinwire::recode")
     def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
         if wires.is_meta:
             return
+        backend = _backend(job)
         step = hashing.row_step(mixed, row)
         wires_WN = _row(wires, job, row, world)
         if x is None or own < 0:
             rotation, dither = job.how.keys(job.seed, step, hashing.DITHER_RECODE)
+            _check_headers(job, wires_WN, numel, rotation)
             backend.recode(job.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
             return
         rotation, dither = job.how.keys(job.seed, step, hashing.DITHER)
@@ -130,15 +145,15 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
         if feedback is None or memory is None:
             total.add_(x.view(-1)[begin:end], alpha=scale)
         else:
-            part = _message(x.view(-1), memory, feedback, begin, end)
+            part = message(x.view(-1), memory, feedback, begin, end)
             if feedback.mode == "ef21":
                 total.add_(part.mul_(scale))
-                memory.left[begin:end] = part - total
+                part.sub_(total)
             else:
                 total.add_(part, alpha=scale)
         backend.encode(job.how, total, wire, None, rotation=rotation, dither=dither)
         if feedback is not None and memory is not None and feedback.mode == "classic":
-            memory.left[begin:end] = total - _decoded(backend, job, wire[None], numel, rotation)
+            memory.left[begin:end] = total.sub_(_decoded(backend, job, wire[None], numel, rotation))
 
     return recode
 
@@ -161,19 +176,26 @@ def decoder(
     if fused is not None:
         made: Decode = fused.decoder(job, world, scale, skip, own, share, feedback)
         return ranged("thinwire::decode")(made)
-    backend = dispatch.select(job.device, job.how.format)
 
-    def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Tensor | None = None) -> None:
+    @ranged("thinwire::decode")
+    def decode(
+        wires: Tensor,
+        out: Any,
+        memory: Memory | None,
+        bad: Bad | None,
+        source: Tensor | None = None,
+        mixed: int | None = None,
+    ) -> None:
         if wires.is_meta:
             return
         if isinstance(out, Picked):
             decode(wires, numbers := out.whole.new_empty(len(out.places)), memory, bad)
             out.whole.view(-1).index_copy_(0, out.places, numbers)
             return
+        backend = _backend(job)
         out = out.view(-1)
         if feedback is None and bad is not None:
             note(job, wires, bad, world)
-        fine = bad is None or int(bad.noted[0]) != bad.call
         for row in range(job.rows.short + 1):
             begin, end = job.rows.span(row)
             part = out[begin:end]
@@ -181,11 +203,15 @@ def decoder(
                 part.copy_(source.view(-1)[begin:end])
                 continue
             wires_WN = _row(wires, job, row, world)
+            rotation = None
+            if mixed is not None:
+                rotation, _ = job.how.keys(job.seed, hashing.row_step(mixed, row), hashing.DITHER)
             if feedback is None or memory is None:
-                backend.decode_sum(job.how.format, wires_WN, part, scale=scale, rotation=None)
+                _check_headers(job, wires_WN, end - begin, rotation)
+                backend.decode_sum(job.how.format, wires_WN, part, scale=scale, rotation=rotation)
             else:
-                result = _decoded(backend, job, wires_WN, end - begin, None, scale)
-                _remember(memory, feedback, begin, end, result, row == own, share, fine)
+                result = _decoded(backend, job, wires_WN, end - begin, rotation, scale)
+                remember(memory, feedback, begin, end, result, row == own, share, is_fine(bad))
                 part.copy_(result)
 
     return decode
@@ -204,18 +230,41 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
     """Count the call once, if a wire of it is not finite."""
     if wires.is_meta:
         return
-    fine = all(
-        bool(wire_format.all_finite(job.layout(row), _row(wires, job, row, world))) for row in range(job.rows.short + 1)
-    )
-    if not fine and int(bad.noted[0]) != bad.call:
-        bad.noted[0] = bad.call
-        bad.noted[1] += 1
+    fine = all_finite(job, wires, world)
+    if not fine.is_cpu or not fine:
+        new = ~fine & (bad.noted[0] != bad.call)
+        bad.noted[1] += new
+        bad.noted[0].masked_fill_(new, bad.call)
+
+
+def all_finite(job: RowJob, wires: Tensor, world: int = 1) -> Tensor:
+    """Whether all wires are; world: of one row, those of so many ranks."""
+    each = [wire_format.all_finite(job.layout(r), _row(wires, job, r, world)) for r in range(job.rows.short + 1)]
+    return torch.stack(each).all()
+
+
+def is_fine(bad: Bad | None) -> Fine:
+    """Whether nothing of a call was found that is not finite."""
+    if bad is None:
+        return True
+    fine = bad.noted[0] != bad.call
+    return bool(fine) if fine.is_cpu else fine
 
 
 def _fused(job: RowJob) -> Any:
     """The launches of a backend that has them for this format."""
-    backend: Any = dispatch.select(job.device, job.how.format)
+    backend: Any = _backend(job) if job.fused else None
     return backend.fused_rows() if hasattr(backend, "fused_rows") else None
+
+
+def _backend(job: RowJob) -> Any:
+    return dispatch.select(job.device, job.how.format)
+
+
+def _check_headers(job: RowJob, wires_WN: Tensor, numel: int, rotation: int | None) -> None:
+    """On the CPU, where headers are read at no cost: a bit of one may have flipped on its way."""
+    if rotation is not None and wires_WN.is_cpu:
+        wire_format.read_key(job.how.format.layout(numel), wires_WN, rotation)
 
 
 def _row(wires: Tensor, job: RowJob, row: int, world: int = 1) -> Tensor:
@@ -233,38 +282,43 @@ def taken(x: Picked) -> Tensor:
     return found
 
 
-def _message(x: Tensor, memory: Memory | None, feedback: Feedback, begin: int, end: int) -> Tensor:
-    """x + factor * memory, in fp32."""
-    assert memory is not None
-    kept = memory.kept[begin:end].float()
-    part = x[begin:end].float()
+def message(x: Tensor, memory: Memory, feedback: Feedback, begin: int, end: int) -> Tensor:
+    """left = x + factor * memory, in fp32."""
+    left, kept = memory.left[begin:end], memory.kept[begin:end]
     if feedback.mode == "ef21":
-        return torch.add(part, kept, alpha=feedback.factor)
-    return part + kept * feedback.factor
+        return torch.add(x[begin:end], kept, alpha=feedback.factor, out=left)
+    return torch.add(x[begin:end], kept.float() * feedback.factor, out=left)
 
 
 def _decoded(
     backend: Any, job: RowJob, wires_WN: Tensor, numel: int, rotation: int | None, scale: float = 1.0
 ) -> Tensor:
-    out = torch.empty(numel, device=wires_WN.device)
+    dtype = torch.float64 if job.how.format.bits == 64 else torch.float32
+    out = torch.empty(numel, dtype=dtype, device=wires_WN.device)
+    _check_headers(job, wires_WN, numel, rotation)
     backend.decode_sum(job.how.format, wires_WN, out, scale=scale, rotation=rotation)
     return out
 
 
-def _remember(
-    memory: Memory, feedback: Feedback, begin: int, end: int, result: Tensor, own: bool, share: float, fine: bool
+def remember(
+    memory: Memory, feedback: Feedback, begin: int, end: int, result: Tensor, own: bool, share: float, fine: Fine
 ) -> None:
     """What the table above says; with "ef21" the result becomes that added to the mean."""
     kept = memory.kept[begin:end]
     left = memory.left[begin:end]
     if feedback.mode == "classic":
-        if fine:
-            kept.copy_(left if own else left * share)
+        _put(kept, left if own else left * share, fine)
         return
-    assert memory.mean is not None
-    mean = memory.mean[begin:end]
-    if fine:
-        kept.add_(left + result if own else left * share)
-    result.add_(mean)
-    if fine:
-        mean.copy_(result)
+    _put(kept, kept + (left + result if own else left * share), fine)
+    if memory.mean is not None:
+        mean = memory.mean[begin:end]
+        result.add_(mean)
+        _put(mean, result, fine)
+
+
+def _put(kept: Tensor, values: Tensor, fine: Fine) -> None:
+    """kept = values, if fine."""
+    if isinstance(fine, Tensor):
+        kept.copy_(torch.where(fine, values, kept))
+    elif fine:
+        kept.copy_(values)

@@ -60,6 +60,7 @@ class RowJob:
     dtype: torch.dtype  # of the tensor
     device: torch.device
     stride: int  # bytes from one wire to the next, a multiple of 16
+    fused: bool = True  # False => row by row, as kernels/rows.py defines it, on any backend
 
     def layout(self, row: int) -> Layout:
         """The layout of a row's wire."""

@@ -197,8 +197,8 @@ class ShardSync(GradientSync):
         message = RowMessage([lane.spec for lane in found], like, group, scale)
         columns = Columns(found, width, like, message)
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
-        carry, factor = self.memories.carry, 1.0 / scale
-        carries = [carry(n.spec.feedback, n.pieces, factor, like.device, row_pieces(n, held)) for n in found]
+        carry = self.memories.carry
+        carries = [carry(n.spec.feedback, n.pieces, like.device, row_pieces(n, held)) for n in found]
         return BucketPlan(found, width, plain_bytes, message, carries, columns)
 
 

@@ -128,7 +128,7 @@ def decoder(
     scattered = [functools.partial(_plain, plain.decode_picked, job, known, notes=noted) for noted in (False, True)]
     puts = [Repeated(put, ("wire", "out", "index", "bad"), ("call",)) for put in scattered]
 
-    def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Tensor | None = None) -> None:
+    def decode(wires: Tensor, out: Any, memory: Memory | None, bad: Bad | None, source: Any = None, **_: int) -> None:
         noted, call = (wires, 0) if bad is None else bad
         if isinstance(out, Picked):
             puts[bad is not None]((wires, *out[:2], noted), (call,))
