@@ -213,6 +213,13 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
         thinwire.rehearse(network(8), "int8", connections=3)  # type: ignore[call-arg]
 
 
+def test_rules_name_parameters_as_compress_ddp_does() -> None:
+    """Without the names of wrappers, such as torch.compile's."""
+    wrapped = nn.Module()
+    wrapped._orig_mod = nn.Linear(4, 4)
+    thinwire.rehearse(wrapped, "int8", policy={"weight": "int4"})
+
+
 def test_models_it_does_not_take() -> None:
     for given in (object.__new__(DistributedDataParallel), None):
         with pytest.raises(CollectiveError, match="the model that DDP wraps"):

@@ -45,7 +45,7 @@ from thinwire.integrations.choice.options import (
     spelled_out,
 )
 from thinwire.integrations.ddp import gradients_of
-from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer
+from thinwire.integrations.models import ParameterNames, ParameterSize, bare_optimizer, plain_name
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import NonfiniteGuard, after_backward, stats_of, sum_bytes
 from thinwire.kernels.rows import Bad, is_fine
@@ -257,7 +257,7 @@ class Rehearsal(Handle):
         self.world = world
         self.steps = 0
         self._names = ParameterNames()
-        options.rules.check_names([name for name, _ in model.named_parameters()])
+        options.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         if odd := [name for name, p in model.named_parameters() if p.is_complex()]:
