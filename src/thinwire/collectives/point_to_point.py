@@ -34,7 +34,7 @@ class P2PRequest(NamedTuple):
     peer: int | None  # in the group; None: any source
     tag: int = 0
     codec: str | Codec | None = "int8"
-    step: int = 0
+    step: int | None = None
 
 
 def isend(
@@ -57,7 +57,7 @@ def isend(
     peer = _peer("isend", members, dst, group_dst)
     if peer is None:
         raise CollectiveError("isend: expected dst or group_dst, got neither")
-    return start_transfers([P2PRequest(True, tensor, peer, tag, codec, _number(step))], members)[0]
+    return start_transfers([P2PRequest(True, tensor, peer, tag, codec, step)], members)[0]
 
 
 def irecv(
@@ -77,7 +77,7 @@ def irecv(
     """
     members = groups.resolve(group)
     peer = _peer("irecv", members, src, group_src)
-    return start_transfers([P2PRequest(False, tensor, peer, tag, codec, _number(step))], members)[0]
+    return start_transfers([P2PRequest(False, tensor, peer, tag, codec, step)], members)[0]
 
 
 def send(
@@ -129,13 +129,8 @@ def batch_isend_irecv(
         raise CollectiveError(f"batch_isend_irecv: expected torch.distributed.P2POp, at least one, got {p2p_op_list!r}")
     if any(op.group != ops[0].group for op in ops):
         raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
-    number = _number(step)
-    requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, number) for op in ops]
+    requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, step) for op in ops]
     return start_transfers(requests, groups.resolve(ops[0].group))
-
-
-def _number(step: int | None) -> int:
-    return 0 if step is None else checks.check_step(step)
 
 
 def _peer(verb: str, group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int | None:
@@ -179,7 +174,8 @@ class _Transfer:
 
     def __init__(self, channel: Channel, request: P2PRequest) -> None:
         self.request = request
-        sent, _, peer, tag, codec, step = request
+        sent, _, peer, tag, codec, _ = request
+        self.step = step = checks.check_step(request.step or 0)
         (self.part,) = checks.check_tensors((request.tensor,), "send" if sent else "recv", outputs=int(not sent))
         self._whole = part = self.part.contiguous()
         numel, dtype = part.numel(), part.dtype
@@ -196,12 +192,12 @@ class _Transfer:
 
     def finish(self, moving: Moving) -> None:
         """Decode what has come. The wire of a message that is sent is referenced until then."""
-        sent, _, peer, *_, step = self.request
-        if sent:
+        if self.request.sent:
             return
         if self.coder is not None:
+            peer = self.request.peer
             source: int = moving[0]._source_rank() if peer is None else peer  # type: ignore[attr-defined]
-            self.coder.decode(self.wire, self._whole.view(-1), step=Key(step, 0).of(source))
+            self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)
 

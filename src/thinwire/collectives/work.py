@@ -159,6 +159,22 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
     future.set_result(None)
 
 
+def future_in_thread(run: Callable[[], Any]) -> "Futures[Any]":
+    """A future of what `run` returns, or raises, in a thread of its own."""
+    found: Futures[Any] = Futures()
+
+    def serve() -> None:
+        try:
+            value = run()
+        except BaseException as error:
+            fail_future(found, error)
+        else:
+            found.set_result(value)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return found
+
+
 def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timedelta | None = None) -> None:
     """Wait for a torch Work on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
     began = time.monotonic()
@@ -219,19 +235,7 @@ class TorchWork(Work):
         return found
 
     def _waiting(self) -> Futures[list[Tensor]]:
-        """A future for which a thread of its own waits."""
-        arrived: Futures[Any] = Futures()
-
-        def wait() -> None:
-            try:
-                self.wait()
-            except BaseException as error:
-                fail_future(arrived, error)
-            else:
-                arrived.set_result(None)
-
-        threading.Thread(target=wait, daemon=True).start()
-        return arrived.then(self._arrived)
+        return future_in_thread(self.wait).then(self._arrived)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
         try:

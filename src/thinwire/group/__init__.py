@@ -32,6 +32,7 @@ from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.point_to_point import P2PRequest, start_transfers
 from thinwire.collectives.sums import flat_algorithm
+from thinwire.collectives.work import future_in_thread
 from thinwire.errors import CollectiveError
 from thinwire.group import torch_internals
 from thinwire.group.rules import GroupRules, environment_rules
@@ -51,6 +52,12 @@ class GroupOptions(torch_internals.Options):
     def __init__(self, rules: str | None = None) -> None:
         super().__init__("thinwire")
         self.rules = None if rules is None else GroupRules(rules)
+
+    def __reduce__(self) -> Any:
+        return GroupOptions, (None if self.rules is None else str(self.rules),)
+
+    def __repr__(self) -> str:
+        return f"GroupOptions({'' if self.rules is None else repr(str(self.rules))})"
 
 
 class Together(Work):
@@ -80,7 +87,18 @@ class Together(Work):
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
+        return torch.futures.collect_all(futures).then(lambda _: [tensor for one in futures for tensor in one.value()])
+
+
+class GroupWork(Together):
+    """A compressed call on the CPU, under way.
+
+    Its future completes in a thread of its own: callbacks may wait for other calls of the group, as PowerSGD's do,
+    while the group's thread serves those. `then` makes its error one that C++ sees, which DDP's reducer is in.
+    """
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        return future_in_thread(self.result).then(lambda done: done.value())
 
 
 _DONE = Work([]).finished()  # of a blocking call, which torch waits for once more
@@ -274,6 +292,8 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         work = verb(*args, group=self.inner, async_op=is_async, **more, **how)
         if limit is not None:
             work.limit = limit
+        if type(work) is Work and work.pipeline is not None:
+            work = GroupWork([work])
         return self._noted(_DONE if work is None else work)
 
     def _noted(self, work: Any) -> Any:

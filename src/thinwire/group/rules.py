@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # measured to gain, at 100 Mbit/s on a busy machine (benchmarks/group_cpu.json).
 DEFAULT_RULES = "all_reduce=int8@32768; reduce_scatter=int8@32768"
 VARIABLE = "THINWIRE_RULES"
-_FORM = re.compile(r"(\w+)(?:\[(\w+)\])?\s*=\s*(.+?)(?:@(\d+))?")
+_FORM = re.compile(r"(\w+)(?:\[(\w+)\])?\s*=\s*([^@]+?)(?:@(.*))?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class GroupRules:
     """Rules in order: the first that fits decides. A codec of `none`, or no rule, leaves a call to torch."""
 
     def __init__(self, text: str) -> None:
-        self._rules = tuple(_rule(part.strip()) for part in text.split(";") if part.strip())
+        if not isinstance(text, str):
+            raise CollectiveError(f"rules must be a string such as 'all_reduce=int8@16384; send=int8', got {text!r}")
+        self._rules = tuple(_rule(part.strip()) for part in text.split(";") if part.strip() not in ("", "none"))
 
     def __str__(self) -> str:
         return "; ".join(map(str, self._rules)) or "none"
@@ -68,9 +70,17 @@ def _rule(text: str) -> GroupRule:
     operation, dtype, codec, least = found.groups()
     if dtype is not None and dtype not in DTYPES:
         raise CollectiveError(f"a rule's dtype must be one of {', '.join(DTYPES)}, got {dtype!r} in {text!r}")
-    return GroupRule(operation, parse_codec(codec), int(least or 1), None if dtype is None else DTYPES[dtype])
+    if least is not None and not least.strip().isdecimal():
+        raise CollectiveError(f"a rule's elements must be a whole number, got {least!r} in {text!r}")
+    try:
+        return GroupRule(operation, parse_codec(codec), int(least or 1), None if dtype is None else DTYPES[dtype])
+    except CodecError as error:
+        raise CodecError(f"in the rule {text!r} (a semicolon ends a rule): {error}") from None
 
 
 def environment_rules() -> GroupRules:
     """Those of THINWIRE_RULES, or the defaults."""
-    return GroupRules(os.environ.get(VARIABLE, DEFAULT_RULES))
+    try:
+        return GroupRules(os.environ.get(VARIABLE, DEFAULT_RULES))
+    except (CodecError, CollectiveError) as error:
+        raise type(error)(f"{VARIABLE}: {error}") from None
