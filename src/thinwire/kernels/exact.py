@@ -133,7 +133,8 @@ def choose(counts_EL: Tensor, bits: int) -> ExactTables:
     top = max(int((above_E * RARE > above_E[0]).sum()) - 1, 0)
     class_E = (top - torch.arange(EXPONENTS)).clamp(0, EXACT_CLASSES - 1)
     counts_CL = counts_EL.new_zeros(EXACT_CLASSES, LENGTHS).index_add_(0, class_E, counts_EL)
-    direct_C, change_C = (counts_CL @ value_costs(bits, counts_CL.device) << 5 | torch.arange(MOST_BITS)).min(2).values
+    costs = counts_CL.double() @ value_costs(bits, counts_CL.device).double()  # exact, and faster than of integers
+    direct_C, change_C = (costs.long() << 5 | torch.arange(MOST_BITS)).min(2).values
     gap_costs_CG = _gap_costs(counts_CL.sum(1), counts_CL[:, 1:].sum(1))
     gap_C = (gap_costs_CG << 5 | torch.arange(EXACT_MOST_GAP + 1)).min(1).values
     is_direct = direct_C >> 5 < (gap_C >> 5) + (change_C >> 5)
@@ -144,9 +145,10 @@ def choose(counts_EL: Tensor, bits: int) -> ExactTables:
 def _gap_costs(members_C: Tensor, changed_C: Tensor) -> Tensor:
     """What the gaps of each class are expected to take, by parameter."""
     step = torch.arange(EXACT_MOST_GAP + 1)
-    stays = (1 - changed_C.double() / members_C.clamp(min=1))[:, None]
-    for k in range(EXACT_MOST_GAP):  # to the power of 2 ** step, with the same roundings on every machine
-        stays = torch.where(step > k, stays * stays, stays)
+    powers = [1 - changed_C.double() / members_C.clamp(min=1)]
+    for _ in range(EXACT_MOST_GAP):  # to the power of 2 ** step, with the same roundings on every machine
+        powers.append(powers[-1] * powers[-1])
+    stays = torch.stack(powers, 1)
     cost = changed_C[:, None] * (stays / (1 - stays).clamp(min=1e-12) + 1 + step)
     none = members_C[:, None].double() / (1 << step)  # zeros alone, where nothing has changed
     return (torch.where(changed_C[:, None] > 0, cost, none) * BIT).long()

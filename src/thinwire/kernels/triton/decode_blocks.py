@@ -136,17 +136,7 @@ def _fitted(z, out, KIND: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr):
 def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
     """Clamp what quantization error took past MOST to it. Larger values are overflows, and stay."""
     REACH: tl.constexpr = LLOYD_REACH if T.gaussian else OTHER_REACH
+    BEYOND: tl.constexpr = min(MOST * REACH, FLOAT_MAX)
     size = tl.abs(x)
     cut = float_of(bits_of(tl.full(x.shape, MOST, tl.float32)) | (bits_of(x) & SIGN_BIT))
-    return tl.where((size > MOST) & (size <= beyond(MOST, REACH)), cut, x)
-
-
-@triton.constexpr_function
-def beyond(most, reach):
-    """The largest value that is not an overflow, in fp32."""
-    import struct
-
-    largest_float = 3.4028234663852886e38
-    product = min(most * reach, largest_float)
-    (rounded,) = struct.unpack("<f", struct.pack("<f", product))
-    return rounded
+    return tl.where((size > MOST) & (size <= BEYOND), cut, x)

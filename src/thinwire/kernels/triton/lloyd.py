@@ -24,7 +24,7 @@ from thinwire.kernels.triton.tiles import (
     anywhere,
     everywhere,
     largest,
-    pack,
+    packed,
     place_index,
     row_total,
     store_codes,
@@ -145,9 +145,7 @@ def _nearest_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr)
             entry, sums = _code(tile[i], gain, table, sums)
             code = (entry >> (32 - T.bits)) ^ (bits_of(tile[i]) >> 31)
             codes_of = codes_of + (code & (2 * T.half - 1),)
-        for p in tl.static_range(len(T.planes)):
-            for bank in tl.static_range(T.banks[p]):
-                words = words + (pack(codes_of, p, bank, 0, T),)
+        words = packed(codes_of, 0, T)
     if VALUES:
         values = [_signed_level(x, gain, table, T) for x in tile]
     along, square = _sums(sums, at, T)

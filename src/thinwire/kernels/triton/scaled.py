@@ -108,20 +108,10 @@ def _scale_of(peak_bits, low, high, post, T: tl.constexpr):
         scale, minimum, most = _affine_scale(tl.where(bad, 0.0, low), tl.where(bad, 0.0, high), size, T)
     else:
         QMAX: tl.constexpr = T.half - 1.0
-        CAP: tl.constexpr = truncated(FLOAT_MAX / QMAX)
         near = float_of(round_bf16(bits_of(tl.div_rn(peak, QMAX))) << 16)
-        scale = tl.minimum(near, tl.div_rn(CAP, size))
+        cap = floor_bf16(tl.full((), FLOAT_MAX / QMAX, tl.float32))
+        scale = tl.minimum(near, tl.div_rn(cap, size))
     return scale, minimum, most, bad
-
-
-@triton.constexpr_function
-def truncated(value):
-    """The bfloat16 below a positive number."""
-    import struct
-
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    (down,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
-    return down
 
 
 @triton.jit
