@@ -284,15 +284,15 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     def _run(self, how: Any, opts: Any, verb: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """A verb of thinwire. One with a timeout of its own is started here, and waited for by torch."""
         is_async, limit = opts is None or opts.asyncOp, None
+        first = args[0][0] if isinstance(args[0], list) else args[0]
         if opts is not None and opts.timeout > _UNSET:
             is_async, limit = True, opts.timeout
-            first = args[0][0] if isinstance(args[0], list) else args[0]
             if backend(self.inner, first.device) == "nccl":
                 raise CollectiveError(f"a compressed call on NCCL has the group's timeout alone, got its own: {limit}")
         work = verb(*args, group=self.inner, async_op=is_async, **more, **how)
         if limit is not None:
             work.limit = limit
-        if type(work) is Work and work.pipeline is not None:
+        if type(work) is Work and first.device.type == "cpu":
             work = GroupWork([work])
         return self._noted(_DONE if work is None else work)
 
