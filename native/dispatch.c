@@ -18,12 +18,19 @@ extern const tw_kernels tw_avx2;
 
 /* The processor has AVX2, FMA and BMI, and the system keeps their registers. Not __builtin_cpu_supports: its tables are a
  * part of libgcc, which not every compiler links. */
-static int has_avx2(void) {
+static int find_avx2(void) {
   unsigned a, b, c, d, kept, high;
   unsigned first = bit_OSXSAVE | bit_FMA | bit_POPCNT, newer = bit_AVX2 | bit_BMI | bit_BMI2;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & first) != first) return 0;
   __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
   return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & newer) == newer;
+}
+
+/* Asked once: in a virtual machine every CPUID leaves it, for more than a microsecond. */
+static int has_avx2(void) {
+  static _Atomic int known = -1;
+  if (known < 0) known = find_avx2();
+  return known;
 }
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>

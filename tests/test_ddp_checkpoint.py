@@ -499,7 +499,12 @@ def test_a_held_bucket_fails_with_its_message_and_belongs_to_the_saved_model() -
     restorer = Restorer(lambda gradients, output: under_way)
     bucket = GradientSet(("parameter 0",), [torch.Size([2])], torch.zeros(2))
     restorer.restore([("parameter 0",)])
-    held = restorer.hold(bucket, bucket.buffer)
+    assert restorer.hold(bucket, bucket.buffer) is None, "it is a saved bucket"
+    restorer.end_step()
+    assert restorer.layout == [("parameter 0",)]
+    restorer.restore([("parameter 0",), ("parameter 1",)])
+    both = GradientSet(("parameter 0", "parameter 1"), [torch.Size([1])] * 2, torch.zeros(2))
+    held = restorer.hold(both, both.buffer)
     assert held is not None
     restorer.end_step()
     under_way.set_exception(CollectiveError("rank 1 is lost"))  # type: ignore[arg-type]

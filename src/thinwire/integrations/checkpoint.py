@@ -249,7 +249,7 @@ class Restorer:
     def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
         """Hold a DDP bucket's gradients until the end of the step; None: average it as it is."""
         self._brought.append(gradients.names)
-        if self._wanted is None:
+        if self._wanted is None or gradients.names in self._wanted:
             return None
         self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
@@ -289,7 +289,7 @@ class Restorer:
                 self._average(GradientSet(names, shapes, buffer), buffer).then(functools.partial(_put, views))
             )
         torch.futures.collect_all(under_way).add_done_callback(functools.partial(_finish, awaiting))
-        return sent
+        return [*(names for names in brought if names in wanted), *sent]
 
 
 def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:

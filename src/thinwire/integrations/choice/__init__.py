@@ -116,7 +116,7 @@ class Policy:
         """Whether gradients are weighed by moments, or will be once all ranks have some."""
         if self.weigh == "none" or self.shared is None:
             return False
-        return self.weigh == "moments" or (self.few_bits and self.family == "adaptive" and self.keeps_moments)
+        return self.weigh == "moments" or (self.family == "adaptive" and self.keeps_moments and self.few_bits)
 
     def is_weighed(self, name: str, size: ParameterSize) -> bool:
         """Whether a parameter's gradients are weighed.
@@ -184,8 +184,7 @@ class Chooser:
         if self.race is not None:
             self.race.ended(seconds, error)
         last = self.policy
-        replan_every = last.options.replan_every
-        if errors and last.budget is not None and (last.widths is None or (step - 1) % replan_every == 0):
+        if errors and last.budget is not None and (last.widths is None or (step - 1) % last.options.replan_every == 0):
             self._deal_bits(errors, last.budget, agree)
         news = self._agree_on_family(step, agree) if self.moments.watching and step > 0 else ""
         if step > 0 and self.policy.weighs:
@@ -207,7 +206,8 @@ class Chooser:
         return chosen or news
 
     def _update(self, **news: Any) -> None:
-        self.policy = replace(self.policy, **news)
+        if any(getattr(self.policy, name) != value for name, value in news.items()):  # else it keeps what it has cached
+            self.policy = replace(self.policy, **news)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Choose every parameter's bits by the errors of all ranks."""
