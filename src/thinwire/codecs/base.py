@@ -1,7 +1,6 @@
 """The contract every codec keeps, and the checks in front of the kernels.
 
-To add a codec: give `wire.Kind` a value and `Layout` its sections, define the bytes in `kernels/reference.py` and
-`native/`, subclass `Codec` in a module here, and enter its names in `registry.py`.
+docs/internals/architecture.md lists what a new codec touches.
 """
 
 import math

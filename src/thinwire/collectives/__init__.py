@@ -1,8 +1,4 @@
-"""torch.distributed's verbs with a codec: same signatures, same places, 1 to 8 bits on the wire.
-
-To add a verb: write what one chunk does in `operations.py`, how a call is planned in `plan.py`, its signature in
-`verbs.py`, its bytes in `cost.py`, and export it here and in thinwire.
-"""
+"""torch.distributed's verbs with a codec: same signatures, same places, 1 to 8 bits on the wire."""
 
 from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
 from thinwire.collectives.channel import Traffic, traffic

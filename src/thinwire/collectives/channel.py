@@ -144,10 +144,10 @@ class Channel:
         """Launch the program of a call on the caller's stream or, if asynchronous, on one of the group's.
 
         The host does not wait, unless torch was told to block in NCCL's calls. The program writes the first `written`
-        tensors, which are the call's outputs or views of them; where a tensor is not contiguous it runs on copies.
-        Before the first run (`is_new`, or the call is the first of its kind) its kernels are compiled, all at once. Not
-        `in_order`: operations, of which asynchronous ones share a stream, since they add to the same feedback and
-        statistics. Returns an asynchronous call's work (with `result`, a future of it).
+        tensors, the call's outputs or views of them, or copies of those that are not contiguous. Before the first run
+        (`is_new`, or the first call of its kind) its kernels are compiled. `in_order` is for operations: they are not
+        compiled beforehand, and asynchronous ones share one stream, since they add to the same feedback and statistics.
+        Returns an asynchronous call's work (with `result`, a future of it).
         """
         site, outputs, async_op = call.site, call.outputs, call.async_op
         number = 0 if in_order else self.next_step() if call.step is None else check_step(call.step)

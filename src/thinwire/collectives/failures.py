@@ -153,6 +153,8 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
 
 
 class Handshake:
+    """Compares what the ranks of a group call before data moves: the first call of every kind, or all calls."""
+
     def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
         # One thread compares all first calls: torch never frees what it keeps for each thread that has sent something.
         self._name = f"thinwire-agree-{failures.names}"

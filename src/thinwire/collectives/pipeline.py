@@ -85,7 +85,7 @@ class Operation:
 
 
 def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-    """An operation as a program, for GPU calls without launches of their own: its chunks run in order on the stream."""
+    """An operation as a program, for GPU calls that have no program: its chunks run in order on the stream."""
     nbytes = operation.chunk_bytes
     buffer = space.reserve(nbytes)[:nbytes] if nbytes else space.buffer[:0]  # what needs none waits for no other stream
     with torch.inference_mode():  # outputs may be inference tensors

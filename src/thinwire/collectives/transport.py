@@ -5,7 +5,7 @@ place in the group's order of collectives: it cannot be mixed up with what the u
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
 On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog
-sees them; what has no launches of its own goes in grouped messages.
+sees them; calls that have no program go in grouped messages.
 
 [Note: Checksums] On gloo, THINWIRE_CHECKSUM=1 and THINWIRE_DEBUG=1 send a CRC-32 of every piece after a message: a
 bit that flips on the way is an error that names the sender.
@@ -360,7 +360,7 @@ def hops(world: int) -> list[int]:
 
 
 class StreamTransport(Transport):
-    """NCCL: grouped messages, ordered by streams; waiting makes the current stream wait, never the host."""
+    """NCCL: collectives on the current stream, grouped messages elsewhere; the stream waits, never the host."""
 
     on_stream = True
 
@@ -496,6 +496,7 @@ _GATHER.asyncOp = False
 
 
 def transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
+    """The transport of a group for tensors on a device. All ranks call it together: NCCL connects in it."""
     name = backend(group, device)
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.

@@ -257,7 +257,7 @@ class Restorer:
         return self._awaiting[-1][1]
 
     def end_step(self) -> None:
-        """Average what was held."""
+        """Note the step's buckets for a checkpoint; average what was held."""
         brought, self._brought = self._brought, []
         if not brought:
             return

@@ -100,11 +100,11 @@ class Tally:
 
     @property
     def all_nonfinite(self) -> int:
-        """Chunks that were not finite on all ranks."""
+        """Chunks in which any rank had NaN or Inf."""
         return int(self.nonfinite) + sum(int(note[1]) for note in self.notes)
 
     def checked(self, fine: bool | Tensor) -> None:
-        """A chunk was finite on all ranks, or not. On a GPU the count stays there."""
+        """Count a chunk, unless all ranks' numbers in it are finite. On a GPU the count stays there."""
         self.nonfinite = self.nonfinite + (~fine).long() if isinstance(fine, Tensor) else self.nonfinite + (not fine)
 
     def sent(self, nbytes: int, plain: int | None = None) -> None:

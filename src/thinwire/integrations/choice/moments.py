@@ -123,7 +123,7 @@ class Moments:
     def weigh(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Undo:
         """Convert gradients to Adam's units; what is returned converts their means back.
 
-        It is told whether the stream may be another one now than that of the roots, which owns their memory.
+        `moved`: the current stream may be another one than that of the roots, which owns their memory.
         """
         roots = self.roots(parameters)
         torch._foreach_div_(gradients, roots)
