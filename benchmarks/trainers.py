@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.trainers torchtitan tensor=2 --backend cpu:thinwire
 
 THINWIRE_RULES has the rules. torchtitan takes CUDA where it finds no accelerator, and its attention has no backward on
-the CPU: it is told of the CPU, and has its other attention. Megatron-core's pipeline needs CUDA.
+the CPU: it is made to find the CPU, and gets its other attention. Megatron-core's pipeline needs CUDA.
 """
 
 import os

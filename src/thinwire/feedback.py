@@ -9,7 +9,7 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 | ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
 
 kernels/rows.py says what travels and what is remembered in two phases (see [Note: Feedback] in collectives/lane.py).
-To add a kind: an entry in `KINDS`, its formula here and there, and its launches in kernels/triton.
+To add a kind: an entry in `KINDS`, its formula in kernels/rows.py, and its launches in kernels/triton.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -324,8 +324,8 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
     """
     if wire.numel() < EXACT_TABLES_AT:
         raise WireError(f"a wire of exact differences has {EXACT_TABLES_AT} bytes or more, got {wire.numel()}")
-    told = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # the lengths, too: a GPU is waited for once
-    head = told[:EXACT_TABLES_AT].numpy().tobytes()
+    front = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # the lengths, too: a GPU is waited for once
+    head = front[:EXACT_TABLES_AT].numpy().tobytes()
     magic, version, kind, bits, variant, width, block, top, key, count = _HEADER.unpack(head[:HEADER_BYTES])
     expected = MAGIC, VERSION, Kind.EXACT, 8 * dtype.itemsize, EXACT_DTYPES.index(dtype), EXACT_BLOCK, 0
     if (magic, version, kind, bits, variant, block, key) != expected or width not in (1, 2):
@@ -341,7 +341,7 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
         raise WireError("the tables of a wire of exact differences are damaged")
     blocks_at = EXACT_TABLES_AT + width * -(-numel // EXACT_BLOCK)
     lengths = torch.zeros(blocks_at - EXACT_TABLES_AT, dtype=torch.uint8)
-    lengths[: len(told) - EXACT_TABLES_AT] = told[EXACT_TABLES_AT:blocks_at]  # a wire that was cut short may have fewer
+    lengths[: len(front) - EXACT_TABLES_AT] = front[EXACT_TABLES_AT:blocks_at]  # a wire that was cut may have fewer
     lengths = lengths.view(torch.int16 if width == 2 else torch.uint8).long() & 0xFFFF
     plain = torch.full_like(lengths, EXACT_BLOCK * dtype.itemsize)
     plain[-1:] = (numel - EXACT_BLOCK * (len(plain) - 1)) * dtype.itemsize

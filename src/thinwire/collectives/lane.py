@@ -1,4 +1,4 @@
-"""Lanes: the numbers of a message that share a codec, from their description to one chunk of them.
+"""Lanes: the numbers of a message that share a codec, their description and their tensors in one call.
 
 [Note: Lanes] A message may hold several lanes. The wires of all lanes for one rank lie side by side, so that they
 travel as one message whatever the number of lanes. A lane is described once (`LaneSpec`), gets its tensors at every

@@ -174,6 +174,7 @@ class _LaneRows:
         self._feedback = None
         if lane.carry is not None:
             self._feedback = Feedback(spec.feedback, 1.0 / scale if spec.feedback == "classic" else -1.0 / scale)
+        self._encode = rows.encoder(self.job, by_row=0, feedback=self._feedback)
         self._memories: list[Memory] = []
 
     def encode(self, rank: int, wire: Tensor, scratch: Scratch) -> None:
@@ -187,8 +188,7 @@ class _LaneRows:
             left = x if x.dtype == torch.float32 else scratch.numbers(span.numel, torch.float32)
             memory = lane.carry.part(span, x, self._span if rank == self._link.rank else None)._replace(left=left)
             self._memories.append(memory)
-        encode = rows.encoder(self.job, by_row=0, first_row=rank, feedback=self._feedback)
-        encode(x, wire, self._mixed, memory, after(lane.watch, begin))
+        self._encode(x, wire, self._mixed ^ rank, memory, after(lane.watch, begin))
 
     def add(self, wires_WN: Tensor, output: Flat, fine: Fine, scratch: Scratch) -> None:
         """Write the sum of all ranks' rows for this rank, and update what feedback remembers."""
