@@ -51,12 +51,12 @@ def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> 
     want = parse(spec[max(begun)]) if begun else Identity()
     items = list(spec.items())
     random.Random(step).shuffle(items)
-    assert Policy(DDPOptions(dict(items)), step=step).choice == want
+    assert DDPOptions(dict(items)).choice_at(step) == want
 
 
 def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
     options = DDPOptions("lloyd2", warmup_steps=5)
-    chosen = [Policy(options, step=step).choice for step in (0, 4, 5, 99)]
+    chosen = [options.choice_at(step) for step in (0, 4, 5, 99)]
     assert chosen == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
     assert (options.asked, DDPOptions("lloyd2").asked) == ("{0: none, 5: lloyd2}", "lloyd2")
     assert DDPOptions({3: "auto:2.5"}).asked == "{3: auto:2.5}"
@@ -428,7 +428,8 @@ def test_options_are_the_same_for_users_for_checkers_and_inside() -> None:
 
 # --- one place decides: a pure function of options, step and agreement ------------------------------------------------
 def policy_of(codec: Any, *, outer: bool = False, whole: bool = True, **asked: Any) -> Policy:
-    return Policy(DDPOptions(codec, **asked), outer=outer, whole=whole)
+    options = DDPOptions(codec, **asked)
+    return Policy(options, options.choice_at(0), outer=outer, whole=whole)
 
 
 BOTH = frozenset({"w", "v"})
@@ -471,10 +472,10 @@ def test_a_decision_is_a_function_of_options_step_and_agreement(
     policy: Policy, step: int, agreed: dict[str, Any], want: tuple[str, str, bool]
 ) -> None:
     for _ in range(2):  # nothing is remembered in between
-        then = dataclasses.replace(policy, step=step, **agreed)
+        then = dataclasses.replace(policy, choice=policy.options.choice_at(step), **agreed)
         chosen, feedback = then.travels("w", WIDE)
         assert (str(chosen), feedback, then.is_weighed("w", WIDE)) == want
-        later = dataclasses.replace(policy, step=step + 100, **ADAM, shared=BOTH, candidate=Lloyd(1))
+        later = dataclasses.replace(policy, choice=Lloyd(2), **ADAM, shared=BOTH, candidate=Lloyd(1))
         later.travels("v", WIDE)
 
 

@@ -1,6 +1,6 @@
 """Which codec and feedback every parameter has at a step.
 
-`Policy` is the one place that decides: a pure function of the options, the step and what ranks have agreed on.
+`Policy` is the one place that decides: a pure function of the options and of what ranks have agreed on.
 `Chooser` brings that agreement about: it times codecs, sums errors over ranks and notes optimizers. All ranks decide
 alike, because they use the same step numbers and sums over ranks, never their own measurements.
 
@@ -33,12 +33,12 @@ _MAX_WAIT = 30  # steps to wait for that optimizer; a GradScaler may skip the fi
 
 @dataclass(frozen=True)
 class Policy:
-    """What every parameter travels in at one step: the options, the step and what ranks have agreed on."""
+    """What every parameter travels in, from the options and what ranks have agreed on; it changes between steps."""
 
     options: DDPOptions
+    choice: Codec | Auto  # the schedule's, at this step
     whole: bool = False  # every rank has all of every parameter's moments, so that gradients may be weighed by them
     outer: bool = False  # the gradients are outer gradients of DiLoCo
-    step: int = 0
     # What ranks have agreed on: the same on all of them.
     family: str | None = None  # of the optimizers
     keeps_moments: bool = False  # whether one of them keeps second moments
@@ -70,12 +70,6 @@ class Policy:
     def needs_family(self) -> bool:
         """Whether any feedback depends on an optimizer that is not known."""
         return self.feedback == "auto" and self.family is None and self.few_bits
-
-    @functools.cached_property
-    def choice(self) -> Codec | Auto:
-        """The schedule's, at this step."""
-        begun = [choice for start, choice in self.options.schedule.items() if self.step >= start]
-        return begun[-1] if begun else Identity()
 
     @property
     def budget(self) -> float | None:
@@ -136,8 +130,8 @@ class Policy:
     def remembered(self, sizes: Mapping[str, ParameterSize]) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
-        for start in self.options.schedule:
-            then = replace(self, step=start, candidate=auto.CANDIDATES[-1])
+        for choice in self.options.schedule.values():
+            then = replace(self, choice=choice, candidate=auto.CANDIDATES[-1])
             for name, (shape, numel, dtype) in sizes.items():
                 kind = then._feedback(self.options.rules.codec_of(name, shape, dtype, then.base))
                 if kind:
@@ -153,7 +147,8 @@ class Chooser:
         self.agreed = options.agreed  # what ranks compare
         # Keep only the family: an optimizer may hold the model, and a model must not keep itself alive.
         asked = replace(options, optimizer=options.family)
-        self.policy = Policy(asked, whole, outer, family=options.family, keeps_moments=self.moments.expected)
+        first = options.choice_at(0)
+        self.policy = Policy(asked, first, whole, outer, family=options.family, keeps_moments=self.moments.expected)
         self.race: auto.Race | None = None  # while steps are timed
         self.raced = False  # whether a race of codecs ended with the last step
         self.measuring = False  # whether the errors of this step are measured
@@ -162,8 +157,7 @@ class Chooser:
         self.sizes = names.sizes  # of the parameters whose gradients travel
         self._warned = False  # whether the log says that int8 travels meanwhile
         self._measured: object = None  # the setting of the last measured step
-        self._weighed: dict[Names, list[int]] = {}  # results of `weighed`, while `_weighed_by` holds
-        self._weighed_by: object = None
+        self._weighed: dict[Names, list[int]] = {}  # results of `weighed` under this policy
         expects = self.policy.weigh == "auto" and self.policy.few_bits and not self.moments.expected
         if self.policy.needs_family or expects:
             self.moments.watch(names)
@@ -190,17 +184,14 @@ class Chooser:
         if step > 0 and self.policy.weighs:
             found = self._agree_on_moments(agree)
             news = news or found
-        self._update(step=step)
-        if self.policy.choice != last.choice:  # measurements under another entry of the schedule do not count
+        choice = self.policy.options.choice_at(step)
+        if choice != last.choice:  # measurements under another entry of the schedule do not count
             self.race = None
-            self._update(widths=None)
+            self._update(choice=choice, widths=None)
         chosen = self._run_race(agree) if self.policy.choice == Auto() else ""
         self.raced = bool(chosen)
         self._update(candidate=None if self.race is None else auto.CANDIDATES[self.race.candidate])
-        if self._weighed_by != (self.policy.setting, self.policy.shared):
-            self._weighed_by = self.policy.setting, self.policy.shared
-            self._weighed.clear()
-        self.measuring = self._measures()
+        self.measuring = self._measures(step)
         if self.measuring:
             self._measured = self.policy.setting
         return chosen or news
@@ -208,6 +199,7 @@ class Chooser:
     def _update(self, **news: Any) -> None:
         if any(getattr(self.policy, name) != value for name, value in news.items()):  # else it keeps what it has cached
             self.policy = replace(self.policy, **news)
+            self._weighed.clear()
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Choose every parameter's bits by the errors of all ranks."""
@@ -270,8 +262,8 @@ class Chooser:
         self.race = None
         return f"codec='auto' chose {self.why}"
 
-    def _measures(self) -> bool:
-        policy, step = self.policy, self.policy.step
+    def _measures(self, step: int) -> bool:
+        policy = self.policy
         if self.race is not None:
             return self.race.measures_error
         if policy.budget is not None and (policy.widths is None or step % policy.options.replan_every == 0):
@@ -316,7 +308,8 @@ class Chooser:
         family = str(state["optimizer"])
         fastest = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]} or None
-        self._update(step=max(0, step - 1), candidate=None, fastest=fastest, widths=widths, shared=frozenset())
+        choice = self.policy.options.choice_at(max(0, step - 1))
+        self._update(choice=choice, candidate=None, fastest=fastest, widths=widths, shared=frozenset())
         self.moments.forget()
         if family:  # an optimizer that this run names, or has seen, takes precedence
             moments = self.policy.keeps_moments or bool(state.get("moments"))

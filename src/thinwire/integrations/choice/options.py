@@ -234,6 +234,11 @@ class DDPOptions:
             raise CodecError(f"a schedule maps steps, 0 or more, to codecs, as {{0: 'none', 100: 'int8'}}: got {spec}")
         return {step: parse(spec[step]) for step in sorted(spec)}
 
+    def choice_at(self, step: int) -> Codec | Auto:
+        """The schedule's choice at a step."""
+        begun = [choice for start, choice in self.schedule.items() if start <= step]
+        return begun[-1] if begun else Identity()
+
     @property
     def asked(self) -> str:
         """The codec or the schedule, as text."""
