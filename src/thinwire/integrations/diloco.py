@@ -57,8 +57,9 @@ class _Fragment:
         self.names = tuple(name for name, _ in named)
         self.parameters = [parameter for _, parameter in named]
         self.shapes = [tensor.shape for tensor in self.local()]
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
-        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.local()]
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.values = self.flat()  # of the outer copies, one after the other
+        self.outer = [nn.Parameter(values) for values in self.split(self.values)]
 
     def local(self) -> list[Tensor]:
         """This rank's parameters; of a sharded one, its shard."""
@@ -70,15 +71,15 @@ class _Fragment:
         found = zip(self.names, self.parameters, self.local(), self.outer, strict=True)
         return next((name for name, p, mine, copy in found if not p.requires_grad and _is_unchanged(mine, copy)), "")
 
+    @torch.no_grad()
     def put(self, buffer: Tensor) -> None:
-        """Set the outer copies and this rank's parameters."""
-        with torch.no_grad():
-            for copy, tensor, values in zip(self.outer, self.local(), self.split(buffer), strict=True):
-                copy.copy_(values)
-                tensor.copy_(values)
+        """Set this rank's parameters."""
+        for tensor, values in zip(self.local(), self.split(buffer), strict=True):
+            tensor.copy_(values)
 
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
+    def flat(self) -> Tensor:
+        """A copy of this rank's parameters, one after the other."""
+        return torch.cat([tensor.detach().to(self._dtype).reshape(-1) for tensor in self.local()])
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([shape.numel() for shape in self.shapes])
@@ -192,9 +193,8 @@ class DiLoCo(Handle):
         how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
         issue_call(channel_of(self._group, self._device), f"DiLoCo({model}, {timing}, {how})", anew=True)
         for fragment in self._fragments:
-            buffer = fragment.flat(fragment.outer)
-            broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
-            fragment.put(buffer)
+            broadcast(fragment.values, group=self._group, group_src=0, algorithm="plain")
+            fragment.put(fragment.values)
         self._share([*_buffers_of(self._model), *(p for p in self._model.parameters() if not p.requires_grad)])
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
@@ -208,7 +208,7 @@ class DiLoCo(Handle):
 
     @property
     def _device(self) -> torch.device:
-        return self._fragments[0].outer[0].device
+        return self._fragments[0].values.device
 
     def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
         """The optimizer of the outer copies; `known` are all of the model's parameters."""
@@ -279,8 +279,8 @@ class DiLoCo(Handle):
         for earlier in self._in_flight:
             earlier.wait()  # what it measured decides the next round
         fragment = self._fragments[index]
-        sent = fragment.flat(fragment.local())
-        gradient = fragment.flat(fragment.outer).sub_(sent)
+        sent = fragment.flat()
+        gradient = fragment.values - sent
         if self.beta != 1:
             memories = self._sync.memories  # EF21's means must stay the sum of what was sent: they do not decay
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
@@ -293,29 +293,25 @@ class DiLoCo(Handle):
         self._in_flight.append(_Round(index, due, sent, gradient, future, self._group))
         self._write_logs(self.rounds, self._group.rank())
 
+    @torch.no_grad()
     def _apply(self, steps: float = math.inf) -> None:
-        """Apply the rounds that are due after so many steps."""
+        """Apply the rounds that are due after so many steps.
+
+        The outer parameters step; this rank's become those, plus what it has learned since it sent its own.
+        """
         for done in [one for one in self._in_flight if one.due <= steps]:
             self._in_flight.remove(done)
-            self._apply_one(done)
-
-    @torch.no_grad()
-    def _apply_one(self, done: _Round) -> None:
-        """Step the outer parameters; this rank's become those, plus what it has learned since it sent its own."""
-        fragment = self._fragments[done.fragment]
-        average = done.wait()
-        if not _is_finite(average):
-            self._drop(done.fragment)
-            return
-        for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
-            copy.grad = gradient
-        self.outer_optimizer.step()
-        for copy in fragment.outer:
-            copy.grad = None
-        trained = fragment.flat(fragment.local()).sub_(done.sent)  # since it was sent; zero without overlap
-        outer = fragment.flat(fragment.outer).add_(trained)
-        for tensor, values in zip(fragment.local(), fragment.split(outer), strict=True):
-            tensor.copy_(values)
+            fragment, average = self._fragments[done.fragment], done.wait()
+            if not _is_finite(average):
+                self._drop(done.fragment)
+                continue
+            for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
+                copy.grad = gradient
+            self.outer_optimizer.step()
+            for copy in fragment.outer:
+                copy.grad = None
+            trained = fragment.flat().sub_(done.sent)  # zero without overlap
+            fragment.put(trained.add_(fragment.values))
 
     def _drop(self, index: int) -> None:
         """Drop a round whose average is not finite; all ranks see that, and continue from the outer parameters.
@@ -327,10 +323,10 @@ class DiLoCo(Handle):
         if self._group.rank() == 0:
             announce(f"DiLoCo: round {self.rounds} is not finite on some rank: dropped on all")
         for at, fragment in enumerate(self._fragments):
-            if at == index or not _is_finite(fragment.flat(fragment.local())):
-                fragment.put(fragment.flat(fragment.outer))
+            if at == index or not _is_finite(fragment.flat()):
+                fragment.put(fragment.values)
                 for one in (one for one in self._in_flight if one.fragment == at):
-                    one.sent = fragment.flat(fragment.local())  # it has learned nothing since
+                    one.sent = fragment.flat()  # it has learned nothing since
         remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
         for state in remembered:
             if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
@@ -439,10 +435,9 @@ class DiLoCo(Handle):
     def _resumed(self, field: str, saved: Any) -> _Round:
         of_fragment = schema.field("a fragment", lambda value: is_int(value) and 0 <= value < len(self._fragments))
         schema.fields({"fragment": of_fragment, "due": schema.STEPS})(field, saved)
-        outer = self._fragments[saved["fragment"]].outer
-        rule = schema.numbers((sum(map(Tensor.numel, outer)),), finite=False)  # NaN is dropped when it is due
+        rule = schema.numbers(self._fragments[saved["fragment"]].values.shape, finite=False)  # NaN is dropped when due
         schema.fields({"sent": rule, "average": rule})(field, saved)
-        sent, average = (saved[name].to(outer[0].device) for name in ("sent", "average"))
+        sent, average = (saved[name].to(self._device) for name in ("sent", "average"))
         return _Round(saved["fragment"], saved["due"], sent, average, None, self._group)
 
 
