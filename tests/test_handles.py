@@ -198,6 +198,17 @@ def test_one_file_of_all_ranks_resumes_bit_by_bit(ranks: RankPool, options: Mapp
         assert_same(got, expected)
 
 
+def test_ranks_that_remember_different_things_are_gathered(ranks: RankPool) -> None:
+    """A run continues without feedback on more ranks: those that are new have loaded nothing."""
+    fewer, more = ranks(2).run(trained, GATHERED["classic"], None), ranks(3)
+    file = more.run(trained, {"codec": "lloyd2", "feedback": "none"}, fewer[0][1])[0][1]
+    states = [torch.load(io.BytesIO(saved), weights_only=True)["thinwire"]["ranks"] for saved in (fewer[0][1], file)]
+    for name, loaded in states[1]["2"].items():
+        assert not loaded.any()
+        assert torch.equal(states[0]["1"][name], states[1]["1"][name])
+    assert states[1]["2"]
+
+
 SHARDED: list[Mapping[str, Any]] = [
     {"gradients": "lloyd2", "feedback": "classic"},
     {"gradients": "lloyd2", "feedback": "ef21"},

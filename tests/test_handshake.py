@@ -127,7 +127,7 @@ def test_a_rank_that_waits_for_long_in_a_first_call_says_so(group: Group) -> Non
     with patch.object(failures, "QUIET_S", 0.2), patch.object(failures, "announce", logged.append):
         time.sleep(group.rank())
         handle.state_dict(gather=True)
-    waited = r"rank 0 has waited 0.2 s for the others in state_dict\(gather of .*: all ranks have to call"
+    waited = r"rank 0 has waited 0.2 s for the others in state_dict\(max, .*: all ranks have to call"
     assert group.rank() or re.match(waited, logged[0])
 
 

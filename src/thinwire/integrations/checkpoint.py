@@ -9,9 +9,10 @@ parameters are frozen than before, the bits cannot be the same, and the rest tra
 
 import contextlib
 import functools
+import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,6 @@ from thinwire.integrations.models import Names, ParameterNames
 from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync
 
 VERSION = 1
-_ERRORS = "\0errors"  # the key of errors, beside names of parameters
 State = dict[str, Any]
 Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
@@ -42,19 +42,32 @@ def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGro
     memories = sync.memories
     remembered = sync.chooser.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
-    wanted = [group.rank()] if world is None else range(group.rank(), world, group.size())
-    residuals, means = (memories.residuals.read(), memories.means.read()) if world is None else ({}, {})
-    errors = sorted(sync.tally.errors_by_name().items())
+    dtype = memories.residuals.dtype
+    common = common_of(sync, group.rank(), group.size(), world, lambda held: _complete(held, remembered, dtype))
+    means = memories.means.read() if world is None else {}
+    own = {"step": step, "layout": [list(names) for names in layout], "mean": _complete(means, meant, torch.float32)}
+    return {**common, **own}
+
+
+def common_of(
+    sync: GradientSync,
+    rank: int,
+    ranks: int,
+    world: int | None,
+    saved: Callable[[ByName], ByName],
+    key: Callable[[int], str] = str,
+) -> State:
+    """The fields of all states. `saved`: what a state holds of what this rank remembers."""
+    wanted = [rank] if world is None else range(rank, world, ranks)
+    residuals = sync.memories.residuals.read() if world is None else {}
+    errors = sorted(sync.tally.errors_by_name().items()) if world is None else []
     return {
         "version": VERSION,
-        "step": step,
-        "world": group.size() if world is None else world,
-        "layout": [list(names) for names in layout],
-        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
+        "world": ranks if world is None else world,
+        "feedback": [[name, kind] for name, kind in sync.memories.kinds.items()],
         "decisions": sync.chooser.state_dict(),
-        "errors": {str(k): list(errors) for k in wanted},
-        "ranks": {str(k): _complete(residuals, remembered, memories.residuals.dtype) for k in wanted},
-        "mean": _complete(means, meant, torch.float32),
+        "errors": {key(k): [list(pair) for pair in errors] for k in wanted},
+        "ranks": {key(k): saved(residuals) for k in wanted},
     }
 
 
@@ -67,40 +80,47 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
 def gather(own: State, group: dist.ProcessGroup) -> State:
     """One state of all ranks, on the first rank; an empty one on the others."""
     rank = str(group.rank())
-    found, errors = gather_measured(own["ranks"][rank], dict(own["errors"][rank]), group)
-    if not found:
-        return {}
-    ranks = {str(k): part for k, part in enumerate(found)}
-    return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
+    found, errors = gather_parts(own["ranks"][rank], group, own["errors"][rank])
+    return {**own, "ranks": by_rank(found), "errors": by_rank(errors)} if found else {}
 
 
-def gather_parts(local: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
-    """Every rank's tensors of these names, on the first rank of the group; an empty list on the others.
+def by_rank(found: Iterable[Any], key: Callable[[int], str] = str) -> dict[str, Any]:
+    """What was gathered from all ranks, by their keys in a state."""
+    return {key(rank): part for rank, part in enumerate(found)}
 
-    Every rank calls it. Tensors travel one by one, so that only the first rank holds more than its own. None is a
-    group of this rank alone.
+
+def gather_parts(
+    local: ByName, group: dist.ProcessGroup | None, note: Any = None
+) -> tuple[list[dict[str, Tensor]], list[Any]]:
+    """Every rank's tensors by name, and every rank's note, on the first rank of the group; empty lists on the others.
+
+    Every rank calls it. What a rank does not have is zeros. Tensors travel one by one, so that only the first rank
+    holds more than its own. None is a group of this rank alone.
     """
     if group is None or group.size() == 1:
-        return [dict(local)]
+        return [dict(local)], [note]
     device = device_of(group)
-    first = group.rank() == 0
-    found: list[dict[str, Tensor]] = [{} for _ in range(group.size())] if first else []
-    for name in sorted(local):
-        value = local[name].to(device)
-        parts = [torch.empty_like(value) for _ in found]
-        torch_verbs.gather("state_dict", value, parts, group)
-        for rank, part in enumerate(parts):
-            found[rank][name] = part.cpu()
-    return found
+    sizes = {name: (value.shape, str(value.dtype).removeprefix("torch.")) for name, value in local.items()}
+    told = _exchange((sizes, note), group, device)
+    found: list[dict[str, Tensor]] = [{} for _ in told] if group.rank() == 0 else []
+    for name, (shape, dtype) in sorted({name: size for has, _ in told for name, size in has.items()}.items()):
+        value = local[name] if name in local else torch.zeros(shape, dtype=getattr(torch, dtype))
+        parts = [torch.empty_like(value, device=device) for _ in found]
+        torch_verbs.gather("state_dict", value.to(device), parts, group)
+        for named, part in zip(found, parts, strict=True):
+            named[name] = part.cpu()
+    return found, [note for _, note in told] if found else []
 
 
-def gather_measured(
-    local: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
-) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
-    """`gather_parts`, with every rank's errors by parameter."""
-    lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
-    found = gather_parts({**local, _ERRORS: lost}, group)
-    return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
+def _exchange(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's value, which travels as JSON, on all ranks."""
+    text = json.dumps(value).encode()
+    (longest,) = torch_verbs.agree("state_dict", (group,), device, [len(text)], dist.ReduceOp.MAX)
+    texts = torch.zeros(group.size(), int(longest), dtype=torch.uint8)
+    texts[group.rank(), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = texts.to(device)
+    torch_verbs.combine("state_dict", texts, dist.ReduceOp.SUM, group)
+    return [json.loads(bytes(row).rstrip(b"\0")) for row in texts.tolist()]
 
 
 def write(path: Path, state: State) -> None:

@@ -8,6 +8,7 @@ copied out first and back at the end. That costs a few codes of zeros and saves 
 them into it (rows.Picked). Others are copied out and back; what the lane that bridges them remembers there is zeroed.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from thinwire.feedback import Piece
 from thinwire.integrations.choice.moments import Undo
 from thinwire.integrations.models import PADDING
 from thinwire.integrations.stats import Tally
-from thinwire.kernels.rows import Bad, Memory, Picked, taken
+from thinwire.kernels.rows import Memory, Picked, taken
 
 _BRIDGE = 16  # the largest lane bridges lanes that are this many times smaller
 
@@ -111,7 +112,9 @@ def can_pick(lanes: Sequence[BucketLane], dtype: torch.dtype) -> bool:
 class StreamedBucket:
     """A program (collectives.programs) on a bucket's buffer: the same launches at every step."""
 
-    def __init__(self, message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], tally: Tally) -> None:
+    def __init__(
+        self, key: object, message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], tally: Tally
+    ) -> None:
         self.is_new = True  # until it has run
         self.weigh: Callable[[], Undo] | None = None  # the next call's numbers
         self._program = message.program
@@ -127,8 +130,7 @@ class StreamedBucket:
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         # What the first lane remembers, and where other lanes lie in it.
         self._forgets = (kept[0][0], torch.cat(gaps).to(device)) if gaps and kept[0] else None
-        self._note = tally.new_note(device)  # which chunks were not finite
-        self._chunks = 0  # that were averaged
+        self._note = functools.partial(tally.note, key, device, self._program.count)
 
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
@@ -140,8 +142,7 @@ class StreamedBucket:
             memory, gaps = self._forgets
             memory.index_fill_(0, gaps, 0)
         xs = [self._load(*lane, buffer) for lane in self._lanes[::-1]][::-1]  # first those that the first one bridges
-        self._program(space, xs, step, self._memories, Bad(self._note, self._chunks % (1 << 30) + 1))
-        self._chunks += self._program.count
+        self._program(space, xs, step, self._memories, self._note())
         if not self._picks:
             self._store(xs, buffer)
         if undo is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.codecs.checks import is_int
 from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece, Span
+from thinwire.kernels.rows import Bad
 
 Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
 SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they are shown
@@ -87,21 +88,23 @@ class Tally:
     plain_weights: int = 0
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
-    notes: list[Tensor] = field(default_factory=list)  # of each program: (last chunk not finite, how many were)
+    notes: dict[object, Bad] = field(default_factory=dict)  # of each program: the last chunk that it began
     relative_error: float | None = None  # of the last measured step
     errors: Mapping[str, float] = field(default_factory=dict)  # squared ones by parameter, from a checkpoint
     watched: list[tuple[list[str | None], Tensor]] = field(default_factory=list)  # of this step: squares lost and sent
     rounded: bool = False  # whether this step has rounded anything that is watched
 
-    def new_note(self, device: torch.device) -> Tensor:
-        """A note in which one program counts its chunks that are not finite; others may run at the same time."""
-        self.notes.append(torch.zeros(2, dtype=torch.int32, device=device))
-        return self.notes[-1]
+    def note(self, program: object, device: torch.device, chunks: int = 1) -> Bad:
+        """Where a program counts those of its next chunks that are not finite; others may run at the same time."""
+        noted, last = self.notes.get(program) or (torch.zeros(2, dtype=torch.int32, device=device), 0)
+        begun = Bad(noted, last % (1 << 30) + 1)
+        self.notes[program] = Bad(noted, last + chunks)
+        return begun
 
     @property
     def all_nonfinite(self) -> int:
         """Chunks in which any rank had NaN or Inf."""
-        return int(self.nonfinite) + sum(int(note[1]) for note in self.notes)
+        return int(self.nonfinite) + sum(int(note.noted[1]) for note in self.notes.values())
 
     def checked(self, fine: bool | Tensor) -> None:
         """Count a chunk, unless all ranks' numbers in it are finite. On a GPU the count stays there."""

@@ -122,7 +122,7 @@ class GradientSync:
         key = gradients.names, gradients.buffer.dtype, gradients.buffer.device
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = self._new_bucket(gradients, group)
+            bucket = self._buckets[key] = self._new_bucket(key, gradients, group)
         message, program = bucket.message, bucket.program
         if message is None:
             self.tally.sent(bucket.plain_bytes)
@@ -165,7 +165,7 @@ class GradientSync:
         self.tally.load_errors({})
         self._buckets.clear()
 
-    def _new_bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> BucketPlan:
+    def _new_bucket(self, key: object, gradients: GradientSet, group: dist.ProcessGroup) -> BucketPlan:
         world, like = group.size(), gradients.buffer
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
@@ -178,7 +178,7 @@ class GradientSync:
         laid = [lane.spec for lane in found]
         message = Message(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, like.device) for lane in found]
-        program = message.program and StreamedBucket(message, found, carries, self.tally)
+        program = message.program and StreamedBucket(key, message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)
 
     def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> list[LaneHooks]:

@@ -10,6 +10,7 @@
 On another number of ranks, what rank k owes goes to rank k % world, so that the sum over ranks is kept.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,25 +96,19 @@ def export(
     memories = sync.memories
     remembered = sync.chooser.remembered()
     meant = [name for name, (_, kind) in remembered.items() if kind == "ef21"]
-    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
-    means |= memories.means.read()
-    wanted = [layout.rank] if world is None else range(layout.rank, world, layout.world)
-    residuals = memories.residuals.read() if world is None else {}
-    errors = sorted(sync.tally.errors_by_name().items()) if world is None else []
-    names = [name if layout.replicated else name.rpartition(feedback.ROW)[0] for name in residuals]
-    names = list(dict.fromkeys([*remembered, *names]))
+    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant} | memories.means.read()
+
+    def saved(residuals: Parts) -> Parts:
+        names = [name if layout.replicated else name.rpartition(feedback.ROW)[0] for name in residuals]
+        return layout.saved(dict.fromkeys([*remembered, *names]), residuals)
+
     return {
-        "version": checkpoint.VERSION,
+        **checkpoint.common_of(sync, layout.rank, layout.world, world, saved, layout.key),
         "steps": dict(steps),
-        "world": layout.world if world is None else world,
         "replicated": layout.replicated,
-        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
-        "decisions": sync.chooser.state_dict(),
         "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
         "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
         "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
-        "ranks": {layout.key(k): layout.saved(names, residuals) for k in wanted},
-        "errors": {layout.key(k): list(errors) for k in wanted},
     }
 
 
@@ -125,36 +120,30 @@ def gather(layout: ShardLayout, own: Mapping[str, Any]) -> dict[str, Any]:
         )
     shards, replicas = layout.groups
     key = layout.key(layout.rank)
-    sharded = {"mean": own["mean"], "replica": own["replica"]}
+    residuals, errors = own["ranks"][key], own["errors"][key]
+    whole = {kind: _whole(layout, own[kind], shards) for kind in ("mean", "replica")}
     if layout.replicated:
-        sharded["ranks"] = own["ranks"][key]
-    whole = {kind: _whole(layout, parts, shards) for kind, parts in sharded.items()}
-    measured = bool(own["errors"][key])
-    lost = {**dict.fromkeys(layout.parameters, 0.0), **dict(own["errors"][key])}  # the same names on all ranks
-    if layout.replicated:
-        _, rows = checkpoint.gather_measured({}, lost, shards)
-        if not rows:
+        residuals = _whole(layout, residuals, shards)
+        _, lost = checkpoint.gather_parts({}, shards, errors)
+        if not lost:
             return {}
-        lost = {name: sum(row[name] for row in rows) for name in lost}
-    residuals = whole["ranks"] if layout.replicated else own["ranks"][key]
-    found, errors = checkpoint.gather_measured(residuals, lost, replicas or shards)
+        total = Counter[str]()
+        for row in lost:
+            total.update(dict(row))
+        errors = [list(pair) for pair in sorted(total.items())]
+    found, lost = checkpoint.gather_parts(residuals, replicas or shards, errors)
     if not found:
         return {}
-    return {
-        **own,
-        "gathered": True,
-        "mean": whole["mean"],
-        "replica": whole["replica"],
-        "ranks": {layout.key(k): part for k, part in enumerate(found)},
-        "errors": {layout.key(k): list(row.items()) for k, row in enumerate(errors if measured else [])},
-    }
+    ranks, errors = checkpoint.by_rank(found, layout.key), checkpoint.by_rank(lost, layout.key)
+    return {**own, **whole, "gathered": True, "ranks": ranks, "errors": errors}
 
 
 def _whole(layout: ShardLayout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sharded tensors as whole ones, on the first rank of the shards."""
     own = {name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}
-    rows = checkpoint.gather_parts(own, shards)
-    return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in parts if rows}
+    rows, _ = checkpoint.gather_parts(own, shards)
+    names = rows[0] if rows else ()
+    return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in names}
 
 
 @schema.reading()

@@ -126,8 +126,6 @@ class ShardSync(GradientSync):
         self.step = 0  # steps that have begun
         self._reduced: set[int] | None = None  # parameters whose gradients this step has reduced; None before a step
         self._decided = 0  # the last step that `begin_step` was called for
-        self._note: Tensor | None = None  # on a GPU: which calls of programs were not finite
-        self._calls = 0  # of programs
 
     def expect(self, given: set[int], *, now: bool = True) -> bool:
         """The gradients of these parameters are reduced `now` or later. Returns whether a step begins with them."""
@@ -170,18 +168,11 @@ class ShardSync(GradientSync):
             return False
         as_program = rows.message.program is not None and not self.chooser.measuring
         hooks = None if as_program else self._hooks(rows, input.device, group.size())
-        note = self._next_note(input.device) if as_program else None
+        note = self.tally.note("rows", input.device) if as_program else None
         given, result = input.view(group.size(), -1), output.view(1, -1)
         rows.program.send(result, given, self._step, hooks, note)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
-
-    def _next_note(self, device: torch.device) -> Bad:
-        """Where the next program records that numbers are not finite."""
-        if self._note is None:
-            self._note = self.tally.new_note(device)
-        self._calls = self._calls % (1 << 30) + 1
-        return Bad(self._note, self._calls)
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
