@@ -639,7 +639,8 @@ def test_errors_of_another_codec_or_of_no_number_deal_no_bits(before: str | floa
 def test_what_will_be_remembered_is_known_before_it_begins() -> None:
     made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="linear")
     made.sizes.update({"w": WIDE, "b": THIN})
-    assert (made.remembered(), decisions("int8").remembered()) == ({"w": (4096, "classic")}, {})
+    found = [one.policy.remembered(one.sizes) for one in (made, decisions("int8"))]
+    assert found == [{"w": (4096, "classic")}, {}]
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Loaded = tuple[int, Layout | None]  # the step, and what `Restorer.restore` take
 def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int | None = None) -> State:
     """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
     memories = sync.memories
-    remembered = sync.chooser.remembered()
+    remembered = sync.chooser.policy.remembered(sync.chooser.sizes)
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
     dtype = memories.residuals.dtype
     common = common_of(sync, group.rank(), group.size(), world, lambda held: _complete(held, remembered, dtype))

@@ -154,12 +154,15 @@ class DiLoCo(Handle):
         self._model = model
         self._inner = _stepping(inner_optimizer)
         self._group = groups.resolve(group)
-        named = _trained(model)
+        everything = [(plain_name(name), p) for name, p in _bare(model).named_parameters()]  # as on other ranks
+        named = _trained(everything)
         _check(every, fragments, overlap, beta, len(named))
         _check_alone(named)
         _check_sharded(self._inner, self._group)
         _buffers_of(model)  # raises before anything is sent
         self._fragments = [_Fragment(part) for part in _split_evenly(named, fragments)]
+        self._copies = dict(pair for part in self._fragments for pair in zip(part.names, part.outer, strict=True))
+        self._device = self._fragments[0].values.device
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
@@ -171,7 +174,6 @@ class DiLoCo(Handle):
             measure_every=fragments * 10 + 1,  # another fragment each time
         )
         _check_codec(options, fragments)
-        everything = [(plain_name(name), p) for name, p in _bare(model).named_parameters()]  # as on other ranks
         options.rules.check_names([name for name, _ in everything])
         self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._names = ParameterNames()
@@ -205,10 +207,6 @@ class DiLoCo(Handle):
                 buffer = local.detach().contiguous().view(-1).view(torch.uint8)
                 broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
                 local.copy_(buffer.view(local.dtype).view(local.shape))
-
-    @property
-    def _device(self) -> torch.device:
-        return self._fragments[0].values.device
 
     def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
         """The optimizer of the outer copies; `known` are all of the model's parameters."""
@@ -365,11 +363,6 @@ class DiLoCo(Handle):
         """What rounds have cost on this rank; `steps` counts averages of a fragment."""
         return self._sync.stats(self.rounds)
 
-    @property
-    def _copies(self) -> dict[str, Tensor]:
-        """The outer copies, by name."""
-        return {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
-
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What a checkpoint needs, besides the model and the inner optimizer, to resume bit-exactly.
 
@@ -518,13 +511,10 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
 
 
-def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
-    if not isinstance(model, nn.Module):
-        raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
-    found: list[tuple[str, Tensor]] = []
-    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
+def _trained(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Every parameter that learns; a sharded one, if this rank has elements of it."""
+    learning = [(name, p) for name, p in named if p.requires_grad]
+    found = [(name, p) for name, p in learning if not isinstance(p, DTensor) or p.to_local().numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
         what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
@@ -533,6 +523,8 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _bare(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 

@@ -144,7 +144,7 @@ class WeightPublisher:
         self._id = secrets.randbits(63)
         self._manifest = Manifest((), ())
         self._base: list[Tensor] = []
-        self._part = _Part(0, 1, True)
+        self._part = _Part()
 
     def publish(self, *, to: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None) -> bytes:
         """Return the next version as bytes; also write it to the file `to`, in one move, and send it to `group`.
@@ -330,9 +330,9 @@ class WeightSubscriber:
 
 
 class _Part(NamedTuple):
-    number: int
-    parts: int
-    is_sent: bool  # False where another rank sends the same
+    number: int = 0
+    parts: int = 1
+    is_sent: bool = True  # False where another rank sends the same
 
 
 def _state(model: Model, names: set[str] | None) -> dict[str, Tensor]:
@@ -380,7 +380,7 @@ def _published(
     parts = {part for part, *_ in shards.values() if part is not None}
     if len(parts) > 1:
         raise CollectiveError("the tensors of a sharded model must all be sharded over the same ranks to be published")
-    own = parts.pop() if parts else _Part(0, 1, True)
+    own = parts.pop() if parts else _Part()
     found: dict[WeightBox, Tensor] = {}
     tied = []
     seen: dict[object, str] = {}

@@ -88,7 +88,7 @@ class Policy:
     @property
     def compresses(self) -> bool:
         """Whether anything is compressed."""
-        return bool(self.widths) or not isinstance(self.base, Identity)
+        return not isinstance(self.base, Identity)
 
     def travels(self, name: str, size: ParameterSize) -> tuple[Codec, str]:
         """The codec and the feedback ("" is none) of a parameter."""
@@ -129,13 +129,11 @@ class Policy:
 
     def remembered(self, sizes: Mapping[str, ParameterSize]) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
-        found = {}
+        found: dict[str, tuple[int, str]] = {}
         for choice in self.options.schedule.values():
-            then = replace(self, choice=choice, candidate=auto.CANDIDATES[-1])
-            for name, (shape, numel, dtype) in sizes.items():
-                kind = then._feedback(self.options.rules.codec_of(name, shape, dtype, then.base))
-                if kind:
-                    found[name] = numel, kind
+            then = replace(self, choice=choice, candidate=auto.CANDIDATES[-1], widths=None)
+            kinds = {name: then.travels(name, size)[1] for name, size in sizes.items()}
+            found |= {name: (sizes[name].numel, kind) for name, kind in kinds.items() if kind}
         return found
 
 
@@ -288,10 +286,6 @@ class Chooser:
         self.sizes[name] = size
         chosen, feedback = self.policy.travels(name, size)
         return LaneSpec(size.numel, chosen, first_phase(chosen, feedback), feedback)
-
-    def remembered(self) -> dict[str, tuple[int, str]]:
-        """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
-        return self.policy.remembered(self.sizes)
 
     def state_dict(self) -> dict[str, Any]:
         policy = self.policy

@@ -187,8 +187,8 @@ class FSDPState(Handle):
         gather: the first rank gets one state of all ranks, which all ranks can load, and the others an empty one.
             Call it on every rank.
         """
-        own = self._export()
-        return checkpoint.gather(self._layout, own) if gather else own
+        own = self._layout.export(self._steps)
+        return self._layout.gather(own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint to fill in place.
@@ -196,11 +196,7 @@ class FSDPState(Handle):
         It has room for what this rank needs from `world` ranks: those of the shards or, with replicas, of the replicas.
         """
         self._chooser.check_family("compress_fsdp")
-        return self._export(self._layout.world if world is None else world)
-
-    def _export(self, world: int | None = None) -> dict[str, Any]:
-        steps = {name: sync.step for name, sync in self._syncs.items()}
-        return checkpoint.export(self._layout, self._sync, self._gatherers, steps, world)
+        return self._layout.export(self._steps, self._layout.world if world is None else world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
@@ -209,13 +205,17 @@ class FSDPState(Handle):
 
         In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
+        steps = self._layout.load(state)
         for name, sync in self._syncs.items():
             sync.continue_from(steps[name])
 
     @property
+    def _steps(self) -> dict[str, int]:
+        return {name: sync.step for name, sync in self._syncs.items()}
+
+    @property
     def _layout(self) -> checkpoint.ShardLayout:
-        return checkpoint.ShardLayout(self._groups)
+        return checkpoint.ShardLayout(self._groups, self._sync, self._gatherers)
 
     def close(self) -> None:
         """Return to plain FSDP2 and drop all residuals. `compress_fsdp` may be called again."""

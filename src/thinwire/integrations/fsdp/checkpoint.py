@@ -10,6 +10,7 @@
 On another number of ranks, what rank k owes goes to rank k % world, so that the sum over ranks is kept.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,34 +32,53 @@ Steps = Mapping[str, int]  # of sums over shards and, if there are any, over rep
 
 
 class ShardLayout:
-    """Which ranks remember what of one model's parameters."""
+    """Which ranks remember what of one model, and the form in which a state holds it."""
 
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self.parameters = {p.name: p for group in groups for p in group.parameters()}
-        self.replicated = any(group.is_replicated for group in groups)
-        members = [group.replicas if self.replicated else group.shards for group in groups]
+    def __init__(self, groups: Sequence[ParameterGroup], sync: GradientSync, gatherers: Sequence[Gatherer]) -> None:
+        self._sync = sync
+        self._gatherers = gatherers
+        self._parameters = {p.name: p for group in groups for p in group.parameters()}
+        self._replicated = any(group.is_replicated for group in groups)
+        members = [group.replicas if self._replicated else group.shards for group in groups]
         found = {tuple(dist.get_process_group_ranks(member)) for member in members if member is not None}
         if len(found) > 1:
             raise CollectiveError(
                 "the state of parameter groups on different meshes cannot be saved together: compress and save the "
                 "parts of the model one by one"
             )
-        self.groups = (groups[0].shards, groups[0].replicas)
+        self._shards, self._replicas = groups[0].shards, groups[0].replicas
         ranks = next(iter(found), (dist.get_rank(),))
         self.world = len(ranks)
-        self.rank = ranks.index(dist.get_rank())
+        self._rank = ranks.index(dist.get_rank())
         # With tensor parallelism, other groups of ranks remember other numbers under the same names.
-        self.column = "" if self.replicated or ranks[0] == 0 else f"/{ranks[0]}"
+        self._column = "" if self._replicated or ranks[0] == 0 else f"/{ranks[0]}"
 
-    def key(self, rank: int) -> str:
-        return f"{rank}{self.column}"
+    def _key(self, rank: int) -> str:
+        return f"{rank}{self._column}"
 
-    def saved(self, names: Iterable[str], residuals: Parts) -> dict[str, Tensor]:
-        """What is remembered of these parameters, in the form of a checkpoint: zeros where that is nothing."""
+    def export(self, steps: Steps, world: int | None = None) -> dict[str, Any]:
+        """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
+        memories = self._sync.memories
+        remembered = self._sync.chooser.policy.remembered(self._sync.chooser.sizes)
+        meant = [name for name, (_, kind) in remembered.items() if kind == "ef21"]
+        means = {name: torch.zeros(self._parameters[name].numel) for name in meant} | memories.means.read()
+        saved = functools.partial(self._saved, remembered)
+        return {
+            **checkpoint.common_of(self._sync, self._rank, self.world, world, saved, self._key),
+            "steps": dict(steps),
+            "replicated": self._replicated,
+            "mean": {name: self._parameters[name].shard(part) for name, part in means.items()},
+            "replica": {name: shard for gatherer in self._gatherers for name, shard in gatherer.state().items()},
+            "sent": [[gatherer.name, gatherer.sent] for gatherer in self._gatherers],
+        }
+
+    def _saved(self, remembered: Iterable[str], residuals: Parts) -> dict[str, Tensor]:
+        """What is remembered, in the form of a checkpoint, with zeros for what is not but will be."""
+        names = [name if self._replicated else name.rpartition(feedback.ROW)[0] for name in residuals]
         found: dict[str, Tensor] = {}
-        for name in names:
-            parameter = self.parameters[name]
-            if self.replicated:
+        for name in dict.fromkeys([*remembered, *names]):
+            parameter = self._parameters[name]
+            if self._replicated:
                 values = residuals.get(name, torch.zeros(parameter.numel))
                 found[name] = parameter.shard(values.float(), of_replica=True)
             else:
@@ -69,136 +89,100 @@ class ShardLayout:
                 found[name] = parameter.whole(rows)
         return found
 
-    def spread(self, saved: Parts) -> dict[str, Tensor]:
+    def _spread(self, saved: Parts) -> dict[str, Tensor]:
         """What was saved, under this world's names of residuals."""
         found = {}
         for name, values in saved.items():
-            parameter = self.parameters[name]
-            if self.replicated:
+            parameter = self._parameters[name]
+            if self._replicated:
                 found[name] = parameter.part(values)[: parameter.held]
             else:
                 rows = parameter.rows(values.view(parameter.shape), self.world)
                 found |= {row_name(name, row): part[: parameter.held_by(row)] for row, part in enumerate(rows)}
         return found
 
-    def numbers(self, name: str) -> schema.Rule:
+    def gather(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """One state of all ranks, with whole parameters, on the first rank; an empty one on the others."""
+        if any(parameter.in_tensor_parallel for parameter in self._parameters.values()):
+            raise CollectiveError(
+                "gather=True does not support tensor parallelism: save state_dict() with torch.distributed.checkpoint"
+            )
+        key = self._key(self._rank)
+        residuals, errors = own["ranks"][key], own["errors"][key]
+        whole = {kind: self._whole(own[kind]) for kind in ("mean", "replica")}
+        if self._replicated:
+            residuals = self._whole(residuals)
+            _, lost = checkpoint.gather_parts({}, self._shards, errors)
+            if not lost:
+                return {}
+            total = Counter[str]()
+            for row in lost:
+                total.update(dict(row))
+            errors = [list(pair) for pair in sorted(total.items())]
+        found, lost = checkpoint.gather_parts(residuals, self._replicas or self._shards, errors)
+        if not found:
+            return {}
+        ranks, errors = checkpoint.by_rank(found, self._key), checkpoint.by_rank(lost, self._key)
+        return {**own, **whole, "gathered": True, "ranks": ranks, "errors": errors}
+
+    def _whole(self, parts: Parts) -> dict[str, Tensor]:
+        """Sharded tensors as whole ones, on the first rank of the shards."""
+        own = {name: self._parameters[name].part(shard).cpu() for name, shard in parts.items()}
+        rows, _ = checkpoint.gather_parts(own, self._shards)
+        names = rows[0] if rows else ()
+        return {name: self._parameters[name].whole(torch.stack([row[name] for row in rows])) for name in names}
+
+    def _numbers(self, name: str) -> schema.Rule:
         """The rule of a parameter's numbers in a state: this rank's shard of them, or all."""
-        parameter = self.parameters[name]
+        parameter = self._parameters[name]
         whole = schema.numbers(parameter.shape)
         shard = schema.numbers(parameter.source.sharded_size)
         return lambda field, v: shard(field, v.to_local()) if isinstance(v, DTensor) else whole(field, v)
 
-
-def export(
-    layout: ShardLayout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
-) -> dict[str, Any]:
-    """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
-    memories = sync.memories
-    remembered = sync.chooser.remembered()
-    meant = [name for name, (_, kind) in remembered.items() if kind == "ef21"]
-    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant} | memories.means.read()
-
-    def saved(residuals: Parts) -> Parts:
-        names = [name if layout.replicated else name.rpartition(feedback.ROW)[0] for name in residuals]
-        return layout.saved(dict.fromkeys([*remembered, *names]), residuals)
-
-    return {
-        **checkpoint.common_of(sync, layout.rank, layout.world, world, saved, layout.key),
-        "steps": dict(steps),
-        "replicated": layout.replicated,
-        "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
-        "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
-        "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
-    }
-
-
-def gather(layout: ShardLayout, own: Mapping[str, Any]) -> dict[str, Any]:
-    """One state of all ranks, with whole parameters, on the first rank; an empty one on the others."""
-    if any(parameter.in_tensor_parallel for parameter in layout.parameters.values()):
-        raise CollectiveError(
-            "gather=True does not support tensor parallelism: save state_dict() with torch.distributed.checkpoint"
-        )
-    shards, replicas = layout.groups
-    key = layout.key(layout.rank)
-    residuals, errors = own["ranks"][key], own["errors"][key]
-    whole = {kind: _whole(layout, own[kind], shards) for kind in ("mean", "replica")}
-    if layout.replicated:
-        residuals = _whole(layout, residuals, shards)
-        _, lost = checkpoint.gather_parts({}, shards, errors)
-        if not lost:
-            return {}
-        total = Counter[str]()
-        for row in lost:
-            total.update(dict(row))
-        errors = [list(pair) for pair in sorted(total.items())]
-    found, lost = checkpoint.gather_parts(residuals, replicas or shards, errors)
-    if not found:
-        return {}
-    ranks, errors = checkpoint.by_rank(found, layout.key), checkpoint.by_rank(lost, layout.key)
-    return {**own, **whole, "gathered": True, "ranks": ranks, "errors": errors}
-
-
-def _whole(layout: ShardLayout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Sharded tensors as whole ones, on the first rank of the shards."""
-    own = {name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}
-    rows, _ = checkpoint.gather_parts(own, shards)
-    names = rows[0] if rows else ()
-    return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in names}
-
-
-@schema.reading()
-def load(
-    state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    layout: ShardLayout,
-    sync: GradientSync,
-    gatherers: Sequence[Gatherer],
-) -> dict[str, int]:
-    """Load a state on this rank, its own or those of all ranks. Returns the steps to continue with."""
-    states = list(state) if isinstance(state, Sequence) else [state]
-    head = schema.head_of(states, checkpoint.VERSION, "steps")
-    schema.FLAG("replicated", head["replicated"])
-    if head["replicated"] != layout.replicated:
-        raise CollectiveError(
-            "load_state_dict: states with and without replicas of shards remember different things: load it into "
-            "a model on a mesh of as many dimensions"
-        )
-    step = "replicas" if layout.replicated else "shards"
-    known = schema.field("a parameter of this model", lambda v: isinstance(v, str) and v in layout.parameters)
-    sharded = schema.each(known, layout.numbers)
-    remembered = {
-        "ranks": schema.each(schema.TEXT, lambda _: schema.MAPPING),
-        "errors": checkpoint.errors_of(known),
-    }
-    rules = {
-        **remembered,
-        **checkpoint.COMMON,
-        "steps": schema.fields(dict.fromkeys(("shards", step), schema.STEPS)),
-        "gathered": schema.FLAG,
-        "sent": schema.pairs(schema.TEXT, schema.STEPS),
-    }
-    for saved in states:
-        schema.fields(rules if saved is head else remembered)("", saved)
-    keys = [key for saved in states for key in saved["ranks"]]
-    if len(set(keys)) < len(keys):
-        raise CollectiveError(
-            "a list of states has a rank twice, or ranks that share a replica, which cannot be told apart in it: pass "
-            "this rank's own, or one of state_dict(gather=True)"
-        )
-    mine = next((saved for saved in states if layout.key(layout.rank) in saved["ranks"]), head)
-    for name in ("mean", "replica"):  # of which every rank has its shard
-        sharded(name, mine[name])
-    whole = "one of state_dict(gather=True)" if layout.replicated else "the states of all ranks as a list"
-    advice = f"pass {whole}, or load with torch.distributed.checkpoint into blank_state_dict(world)"
-    whole_residuals, errors = checkpoint.inherited(states, layout.rank, layout.world, advice, layout.key, sharded)
-    own = {name: lost for name, lost in errors.items() if name in sync.chooser.sizes}  # not of frozen ones
-    if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
-        own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
-    means = {name: layout.parameters[name].part(shard) for name, shard in mine["mean"].items()}
-    if layout.replicated:  # without the padding, which is there where rows are summed
-        means = {name: part[: layout.parameters[name].held] for name, part in means.items()}
-    residuals = layout.spread(whole_residuals)
-    sent, steps = dict(head["sent"]), dict(head["steps"])
-    sync.load(head, steps[step], residuals, means, own)  # from here on nothing fails
-    for gatherer in gatherers:
-        gatherer.load(mine["replica"], sent.get(gatherer.name, 0))
-    return steps
+    @schema.reading()
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Load a state on this rank, its own or those of all ranks. Returns the steps to continue with."""
+        states = list(state) if isinstance(state, Sequence) else [state]
+        head = schema.head_of(states, checkpoint.VERSION, "steps")
+        schema.FLAG("replicated", head["replicated"])
+        if head["replicated"] != self._replicated:
+            raise CollectiveError(
+                "load_state_dict: states with and without replicas of shards remember different things: load it into "
+                "a model on a mesh of as many dimensions"
+            )
+        step = "replicas" if self._replicated else "shards"
+        known = schema.field("a parameter of this model", lambda v: isinstance(v, str) and v in self._parameters)
+        sharded = schema.each(known, self._numbers)
+        rules = {
+            **checkpoint.COMMON,
+            "ranks": schema.each(schema.TEXT, lambda _: schema.MAPPING),
+            "errors": checkpoint.errors_of(known),
+            "steps": schema.fields(dict.fromkeys(("shards", step), schema.STEPS)),
+            "gathered": schema.FLAG,
+            "sent": schema.pairs(schema.TEXT, schema.STEPS),
+        }
+        for saved in states:
+            schema.fields(rules)("", saved)
+        keys = [key for saved in states for key in saved["ranks"]]
+        if len(set(keys)) < len(keys):
+            raise CollectiveError(
+                "a list of states has a rank twice, or ranks that share a replica, which cannot be told apart in it: "
+                "pass this rank's own, or one of state_dict(gather=True)"
+            )
+        mine = next((saved for saved in states if self._key(self._rank) in saved["ranks"]), head)
+        for name in ("mean", "replica"):  # of which every rank has its shard
+            sharded(name, mine[name])
+        whole = "one of state_dict(gather=True)" if self._replicated else "the states of all ranks as a list"
+        advice = f"pass {whole}, or load with torch.distributed.checkpoint into blank_state_dict(world)"
+        residuals, errors = checkpoint.inherited(states, self._rank, self.world, advice, self._key, sharded)
+        own = {name: lost for name, lost in errors.items() if name in self._sync.chooser.sizes}  # not of frozen ones
+        if self._replicated and head.get("gathered") and self._shards is not None and self._shards.rank() > 0:
+            own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
+        means = {name: self._parameters[name].part(shard) for name, shard in mine["mean"].items()}
+        if self._replicated:  # without the padding, which is there where rows are summed
+            means = {name: part[: self._parameters[name].held] for name, part in means.items()}
+        spread, sent, steps = self._spread(residuals), dict(head["sent"]), dict(head["steps"])
+        self._sync.load(head, steps[step], spread, means, own)  # from here on nothing fails
+        for gatherer in self._gatherers:
+            gatherer.load(mine["replica"], sent.get(gatherer.name, 0))
+        return steps
