@@ -56,11 +56,9 @@ def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> 
 
 def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
     options = DDPOptions("lloyd2", warmup_steps=5)
-    chosen = [options.choice_at(step) for step in (0, 4, 5, 99)]
-    assert chosen == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
+    assert [options.choice_at(step) for step in (0, 4, 5, 99)] == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
     assert (options.asked, DDPOptions("lloyd2").asked) == ("{0: none, 5: lloyd2}", "lloyd2")
-    assert DDPOptions({3: "auto:2.5"}).asked == "{3: auto:2.5}"
-    assert DDPOptions({0: "int8"}).asked == "int8"
+    assert (DDPOptions({3: "auto:2.5"}).asked, DDPOptions({0: "int8"}).asked) == ("{3: auto:2.5}", "int8")
 
 
 # --- rules and exemptions ---------------------------------------------------------------------------------------------
@@ -428,8 +426,7 @@ def test_options_are_the_same_for_users_for_checkers_and_inside() -> None:
 
 # --- one place decides: a pure function of options, step and agreement ------------------------------------------------
 def policy_of(codec: Any, *, outer: bool = False, whole: bool = True, **asked: Any) -> Policy:
-    options = DDPOptions(codec, **asked)
-    return Policy(options, options.choice_at(0), outer=outer, whole=whole)
+    return Policy(options := DDPOptions(codec, **asked), options.choice_at(0), outer=outer, whole=whole)
 
 
 BOTH = frozenset({"w", "v"})
@@ -475,8 +472,7 @@ def test_a_decision_is_a_function_of_options_step_and_agreement(
         then = dataclasses.replace(policy, choice=policy.options.choice_at(step), **agreed)
         chosen, feedback = then.travels("w", WIDE)
         assert (str(chosen), feedback, then.is_weighed("w", WIDE)) == want
-        later = dataclasses.replace(policy, choice=Lloyd(2), **ADAM, shared=BOTH, candidate=Lloyd(1))
-        later.travels("v", WIDE)
+        dataclasses.replace(policy, choice=Lloyd(2), **ADAM, shared=BOTH, candidate=Lloyd(1)).travels("v", WIDE)
 
 
 # --- decisions from step to step --------------------------------------------------------------------------------------
@@ -639,8 +635,7 @@ def test_errors_of_another_codec_or_of_no_number_deal_no_bits(before: str | floa
 def test_what_will_be_remembered_is_known_before_it_begins() -> None:
     made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="linear")
     made.sizes.update({"w": WIDE, "b": THIN})
-    found = [one.policy.remembered(one.sizes) for one in (made, decisions("int8"))]
-    assert found == [{"w": (4096, "classic")}, {}]
+    assert made.policy.remembered(made.sizes) == {"w": (4096, "classic")}
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -673,6 +668,10 @@ def test_a_tally_counts_what_was_sent_and_what_was_not_finite() -> None:
     for fine in (True, False, torch.tensor(True), torch.tensor(False), False, torch.tensor(True), True):
         tally.checked(fine)
     assert int(tally.nonfinite) == 3
+    notes = [tally.note(program, torch.device("cpu"), chunks=2) for program in "aab"]
+    notes[0].noted[1] = 2
+    assert tally.all_nonfinite == 5
+    assert [note.call for note in notes] == [1, 3, 1], "a program that is made anew goes on counting in one place"
 
 
 Stage = tuple[int, float, float]

@@ -17,7 +17,7 @@ import test_nccl
 import thinwire
 from cases import CPU, assert_same, digest, on_ranks, thorough, worlds
 from ranks import RankPool
-from replicas import Given, Group, backward, draw, wrap
+from replicas import Group
 from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
 from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, in_units, layouts, means, verbs
@@ -194,19 +194,6 @@ def test_chunks_of_ddp_have_the_means_and_memories_of_operations(ranks: RankPool
 def test_ddp_on_a_mesh_has_the_means_of_operations(ranks: RankPool) -> None:
     rows, _ = check_both(ranks, 4, 1, test_nccl.mesh_trainings)
     assert rows > 0
-
-
-@on_ranks(2)
-def test_programs_whose_codecs_change_go_on_counting_in_one_place(group: Group) -> None:
-    """Buckets with NaN are counted; what they remember is not touched by the count of earlier programs."""
-    with rowed():
-        model = wrap(Given(), group, ONE)
-        schedule: dict[int, str] = {step: ("int8", "lloyd4")[step % 2] for step in range(8)}
-        handle = thinwire.compress_ddp(model, schedule, measure_every=0)  # type: ignore[arg-type]
-        for step in range(8):
-            backward(model, [x * (torch.nan if step in (3, 4, 6) else 1.0) for x in draw(group.rank(), step)])
-        assert handle.stats().nonfinite == 3
-        assert len(handle._sync.tally.notes) <= 2  # DDP's first bucket, and the one that it rebuilds
 
 
 def test_scratch_that_grows_is_held_by_nobody() -> None:

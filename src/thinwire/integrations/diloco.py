@@ -161,7 +161,8 @@ class DiLoCo(Handle):
         _check_sharded(self._inner, self._group)
         _buffers_of(model)  # raises before anything is sent
         self._fragments = [_Fragment(part) for part in _split_evenly(named, fragments)]
-        self._copies = dict(pair for part in self._fragments for pair in zip(part.names, part.outer, strict=True))
+        outer = [pair for part in self._fragments for pair in zip(part.names, part.outer, strict=True)]
+        self._copies: dict[str, Tensor] = dict(outer)
         self._device = self._fragments[0].values.device
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(

@@ -36,10 +36,9 @@ from thinwire.integrations.choice.options import (
 from thinwire.integrations.fsdp import checkpoint
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync, announce_plain
 from thinwire.integrations.fsdp.torch_internals import (
-    GatherComm,
+    CompressedComm,
     ParameterGroup,
     ReduceCall,
-    ScatterComm,
     ShardedParameter,
     check_whole,
     groups_of,
@@ -97,8 +96,8 @@ class FSDPState(Handle):
             gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=kept)
             if not isinstance(self.weights, Identity):
                 self._gatherers.append(gatherer)
-            gather = GatherComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
-            group.install(ScatterComm(functools.partial(self._expect, group), self._reduce), gather)
+            gather = CompressedComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
+            group.install(CompressedComm(self._reduce, functools.partial(self._expect, group)), gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Prepare for a call that reduces gradients of `group`."""

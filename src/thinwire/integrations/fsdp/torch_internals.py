@@ -38,6 +38,8 @@ except ImportError as error:
     ) from error
 
 gather_exactly = DefaultAllGather()  # gathers like FSDP2 itself
+# torch's own, of every parameter group.
+_DEFAULTS: dict[str, type] = {"_reduce_scatter_comm": DefaultReduceScatter, "_all_gather_comm": DefaultAllGather}
 _ARGUMENTS = (
     "fsdp_params",
     "unsharded_grads",
@@ -175,19 +177,17 @@ class ParameterGroup:
 
     def check(self, *, gathers: bool) -> None:
         """Raise unless gradients are reduced by torch's default and, if `gathers`, weights gathered by it."""
-        for present, kind in (
-            (self._group._reduce_scatter_comm, DefaultReduceScatter),
-            (self._group._all_gather_comm if gathers else None, DefaultAllGather),
-        ):
-            if isinstance(present, ScatterComm | GatherComm):
+        for attribute, default in _DEFAULTS.items():
+            present = getattr(self._group, attribute)
+            if isinstance(present, CompressedComm):
                 raise CollectiveError("this model is already compressed: close() the handle of compress_fsdp first")
-            if present is not None and type(present) is not kind:
+            if type(present) is not default and (gathers or default is DefaultReduceScatter):
                 raise CollectiveError(
                     f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp replaces "
                     "only torch's default"
                 )
 
-    def install(self, scatter: "ScatterComm", gather: "GatherComm | None") -> None:
+    def install(self, scatter: "CompressedComm", gather: "CompressedComm | None") -> None:
         """Replace torch's own, which the new ones call for what is not compressed."""
         self._group._reduce_scatter_comm = scatter
         if gather is not None:
@@ -195,42 +195,28 @@ class ParameterGroup:
 
     def restore(self) -> None:
         """Return to plain FSDP2."""
-        if isinstance(self._group._reduce_scatter_comm, ScatterComm):
-            self._group._reduce_scatter_comm = DefaultReduceScatter()
-        if isinstance(self._group._all_gather_comm, GatherComm):
-            self._group._all_gather_comm = DefaultAllGather()
+        for attribute, default in _DEFAULTS.items():
+            if isinstance(getattr(self._group, attribute), CompressedComm):
+                setattr(self._group, attribute, default())
 
 
-class ScatterComm(DefaultAllocMixin, ReduceScatter):
-    """Reduces a group's gradients with `reduce`; just before, `expect` gets the arguments by name.
+class CompressedComm(DefaultAllocMixin, AllGather, ReduceScatter):
+    """Gathers a group's parameters or, with the argument `op`, reduces its gradients, by `run`.
 
-    Where `reduce` returns False, torch's default does it.
+    Where `run` returns False, torch's default does it. Just before gradients, `expect` gets all arguments by name.
     """
 
-    def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
+    def __init__(self, run: Callable[..., bool], expect: "Callable[[ReduceCall], None] | None" = None) -> None:
         self.expect = expect
-        self._reduce = reduce
-        self._plain = DefaultReduceScatter()
+        self._run = run
+        self._plain: Any = DefaultReduceScatter() if expect else gather_exactly
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False, **op: Any
     ) -> Any:
-        if not self._reduce(output_tensor, input_tensor, group, op):
-            self._plain(output_tensor, input_tensor, group, op)
-
-
-class GatherComm(DefaultAllocMixin, AllGather):
-    """Gathers a group's parameters with `gather` or, where that returns False, torch's default."""
-
-    def __init__(self, gather: Callable[..., bool]) -> None:
-        self._gather = gather
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        if self._gather(output_tensor, input_tensor, group):
+        if self._run(output_tensor, input_tensor, group, **op):
             return None
-        return gather_exactly(output_tensor, input_tensor, group, async_op)
+        return self._plain(output_tensor, input_tensor, group, async_op=async_op, **op)
 
 
 class ReduceCall:
@@ -293,7 +279,7 @@ def watch_reductions() -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         comm = bound.arguments["reduce_scatter_comm"]
-        if isinstance(comm, ScatterComm):
+        if isinstance(comm, CompressedComm) and comm.expect is not None:
             comm.expect(ReduceCall(bound.arguments))
         return original(*bound.args, **bound.kwargs)
 
@@ -317,6 +303,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 def check_whole(model: nn.Module) -> None:
     """Raise if fully_shard has made parameter groups since compress_fsdp looked for them."""
-    late = [group.name for group in groups_of(model) if not isinstance(group._group._reduce_scatter_comm, ScatterComm)]
+    comms = [(group.name, group._group._reduce_scatter_comm) for group in groups_of(model)]
+    late = [name for name, comm in comms if not isinstance(comm, CompressedComm)]
     if late:
         raise CollectiveError(f"call compress_fsdp last: fully_shard was called on {', '.join(late)} after it")
