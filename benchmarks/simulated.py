@@ -182,8 +182,10 @@ class ReplicaAverager:
         found = lanes_of(list(self.sizes), specs, bridge=math.inf)
         spots = [Spot(rank, self.world, self.device) for rank in range(self.world)]
         streamed = [s._replace(exact_local=not isinstance(s.codec, Identity)) for s in (lane.spec for lane in found)]
-        sizes = [s.codec.wire_bytes(lane_rows(s, self.world, two_phase=True).each, s.encoded) for s in streamed]
-        self._stride = sum(sizes)
+        shapes = [lane_rows(s, self.world, two_phase=True) for s in streamed]
+        sizes = [s.codec.wire_bytes(shape.each, s.encoded) for s, shape in zip(streamed, shapes, strict=True)]
+        self._stride = stride = sum(sizes)
+        of: Any = functools.partial(SumKernels, scale=1.0 / self.world, stride=stride, two_phase=True, fused=True)
         links: list[Any] = list(spots)
         self.bytes_per_step = max(
             sum(SumChunk(link, [s], 1.0, two_phase=True, fused=False).sent_bytes for s in streamed) for link in links
@@ -191,12 +193,12 @@ class ReplicaAverager:
         return [
             Lane(
                 lane=lane,
-                launches_W=[SumKernels(s, link, 1.0 / self.world, self._stride, two_phase=True) for link in links],
+                launches_W=[of(s, shape, link) for link in links],
                 carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,
             )
-            for i, (lane, s) in enumerate(zip(found, streamed, strict=True))
+            for i, (lane, s, shape) in enumerate(zip(found, streamed, shapes, strict=True))
         ]
 
 

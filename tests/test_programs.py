@@ -22,7 +22,7 @@ from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
 from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, in_units, layouts, means, verbs
 from thinwire.collectives import channel, chunks, programs
-from thinwire.collectives.workspaces import Region, Workspace
+from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16
@@ -198,13 +198,12 @@ def test_ddp_on_a_mesh_has_the_means_of_operations(ranks: RankPool) -> None:
 
 def test_scratch_that_grows_is_held_by_nobody() -> None:
     space = Workspace(CPU)
-    small = Region(64, lambda buffer: buffer[:8])
-    large = Region(4096, lambda buffer: buffer[:8])
-    space.view(small)
+    small, large = (mock.Mock(nbytes=n, split=lambda buffer: buffer[:8]) for n in (64, 4096))
+    space.views(small)
     held = weakref.ref(space.buffer)
-    space.view(large)
+    space.views(large)
     assert held() is None
-    assert space.view(small).data_ptr() == space.view(large).data_ptr() == space.buffer.data_ptr()
+    assert space.views(small).data_ptr() == space.views(large).data_ptr() == space.buffer.data_ptr()
 
 
 @on_ranks(2, gives=["4.00"])

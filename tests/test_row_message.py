@@ -18,7 +18,7 @@ from test_nccl import OWN, Outputs, Place
 from test_programs import check_both
 from thinwire import codec, feedback
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import RowMessage
+from thinwire.collectives.message import Hooks, RowMessage
 from thinwire.integrations.fsdp.rows import Columns
 from thinwire.integrations.lanes import lanes_of
 
@@ -179,7 +179,7 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     residuals = [torch.zeros(world * numel) for numel, _ in FED]
     heard: list[bool] = []
     carries = [feedback.Carry(memory) for memory in residuals]
-    watched = [(carries[0], None, heard.append), (carries[1], None, None)]
+    watched = Hooks(carries, [None, None], heard.append)
     message = RowMessage(specs, torch.empty(0), group, 1 / world)
     totals = [torch.zeros(numel, dtype=torch.float64) for numel, _ in FED]
     kept = True

@@ -178,8 +178,7 @@ class RehearsedSum:
         for at, (lane, spec, x) in enumerate(zip(bucket.lanes, bucket.specs, tensors, strict=True)):
             carry = ranks.memories[rank].carry(spec.feedback, lane.pieces, bucket.device)
             watch = ranks.tally.watch(lane.pieces, bucket.device) if ranks.chooser.measuring else None
-            on_finite = ranks.tally.checked if rank == 0 else None  # as on every rank
-            loaded.append(Lane(spec, Flat([x]), carry, watch, on_finite))
+            loaded.append(Lane(spec, Flat([x]), carry, watch))
             if spec.feedback and rank == 0:
                 self._rows[at] = x  # will be overwritten by the sum
         self._stages.append([self._begin(loaded, index, rank) for index in range(bucket.programs[rank].count)])
@@ -195,13 +194,13 @@ class RehearsedSum:
         xs = [lane.flat.read(span, Scratch(shelf.sent)) for lane, span in parts]
         received = shelf.received_WWS[rank].view(-1) if self.bucket.algorithm == "two_phase" else shelf.sent
         views = chunk.views(shelf.sent, received, floats)
-        stages, bad = program.begin(index, lambda _: views, parts, xs, self._step, (0,))
+        stages, bad = program.begin(index, views, parts, xs, self._step, (0,), noted=rank == 0)
         next(stages)
         for at, (i, kernels) in enumerate(zip(some, chunk.kernels, strict=True)):
             if not kernels.lane.feedback:  # free a rank's gradients except its own shard's; see [Note: Seats]
                 kept = self._rows[i][slice(*parts[at][1])]
                 if self.bucket.algorithm == "two_phase":
-                    own = slice(*kernels.shape.span(rank))
+                    own = slice(*kernels.job.rows.span(rank))
                     kept[own] = xs[at][own]
                 xs[at] = kept
         if rank == 0:

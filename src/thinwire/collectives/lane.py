@@ -11,7 +11,6 @@ phases. It is updated at the end, and only if all wires of the chunk were finite
 memory of x, which nobody needs while the wires travel.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Chunking, Flat, Scratch, aligned
 from thinwire.feedback import Carry
 from thinwire.kernels import hashing
-from thinwire.kernels.rows import Fine, Watch
+from thinwire.kernels.rows import Watch
 
 
 class Key(NamedTuple):
@@ -78,7 +77,6 @@ class Lane:
     flat: Flat
     carry: Carry | None = None
     watch: Watch | None = None
-    on_finite: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
 
     @property
     def codec(self) -> Codec:

@@ -5,7 +5,7 @@ what they have for each rank; a gather gives every rank what all have. A row is 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes
 from thinwire.collectives.sums import check_order, flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.feedback import Carry
-from thinwire.kernels.rows import Bad, Fine, Watch
+from thinwire.kernels.rows import Bad, Watch
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
 _MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
@@ -38,9 +38,12 @@ class Nodes(NamedTuple):
     inside: Codec  # inside a node, where a lane's own has not more bits
 
 
-# Of a lane: its feedback, a callback for its errors, and a callback for whether a chunk is finite.
-LaneHooks = tuple[Carry | None, Watch | None, Callable[[Fine], None] | None]
-_NO_HOOKS: LaneHooks = (None, None, None)
+class Hooks(NamedTuple):
+    """What a message remembers and calls at one step."""
+
+    carries: Sequence[Carry | None]  # the feedback of each lane
+    watches: Sequence[Watch | None]  # what looks at the errors of each
+    on_finite: operations.OnFinite | None = None
 
 
 class _LaneMessage:
@@ -69,6 +72,11 @@ class _LaneMessage:
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
         return sent_bytes(self._plan, self.channel.world)
+
+
+def _loaded(plan: CallPlan, flats: Iterable[Flat], hooks: Hooks) -> list[Lane]:
+    """The lanes of a plan, with their numbers at one step."""
+    return list(map(Lane, plan.lanes, flats, hooks.carries, hooks.watches))
 
 
 def _described(specs: Sequence[LaneSpec], dtype: torch.dtype) -> str:
@@ -112,7 +120,7 @@ class Message(_LaneMessage):
     def run(
         self,
         tensors_L: Sequence[Sequence[Tensor]],
-        hooks: Sequence[LaneHooks],
+        hooks: Hooks,
         outputs: Sequence[Tensor],
         step: int,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
@@ -122,13 +130,12 @@ class Message(_LaneMessage):
 
         `copies`: at the end tensor = numbers for these (tensor, numbers).
         """
-        parts = zip(self._plan.lanes, tensors_L, hooks, strict=True)
-        lanes = [Lane(spec, Flat(tensors), *lane_hooks) for spec, tensors, lane_hooks in parts]
+        lanes = _loaded(self._plan, map(Flat, tensors_L), hooks)
         scattered = [lane.flat.scattered for lane in lanes]
         plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
         assert plan.sum is not None
         call = issue_call(self.channel, self.text, plan, outputs=outputs, step=step, async_op=True)
-        operation = operations.AllReduce(call, lanes, plan.sum, meter)
+        operation = operations.AllReduce(call, lanes, plan.sum, hooks.on_finite, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
         assert work is not None
@@ -167,7 +174,7 @@ class RowMessage(_LaneMessage):
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         step: int | None,
-        hooks: Sequence[LaneHooks] | None = None,
+        hooks: Hooks | None = None,
         note: Bad | None = None,
     ) -> None:
         """Run the message; return when the outputs are final (on a GPU: for what the current stream runs next).
@@ -195,12 +202,12 @@ def row_operation(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     scale: float | None,
-    hooks: Sequence[LaneHooks] | None = None,
+    hooks: Hooks | None = None,
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
-    parts = zip(call.plan.lanes, inputs, hooks or [_NO_HOOKS] * len(inputs), strict=True)
-    lanes = [Lane(spec, Flat([x]), *lane_hooks) for spec, x, lane_hooks in parts]
+    hooks = hooks or Hooks([None] * len(inputs), [None] * len(inputs))
+    lanes = _loaded(call.plan, [Flat([x]) for x in inputs], hooks)
     if scale is not None:
-        return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], scale)
+        return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], scale, hooks.on_finite)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
     return operations.Gather(call, lanes, rows_LW)

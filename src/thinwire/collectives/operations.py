@@ -35,6 +35,7 @@ from thinwire.kernels.schema import Rows
 
 # Takes (place, began, ended) of a chunk's work: place 0 before its first message, 1 between two, -1 after the last.
 Meter = Callable[[int, float, float], None]
+OnFinite = Callable[[Fine], None]  # called for every chunk with whether all of it was finite
 
 
 class AllReduce(Operation):
@@ -47,10 +48,16 @@ class AllReduce(Operation):
     """
 
     def __init__(
-        self, call: IssuedCall, lanes: Sequence[Lane], program: SumProgram, meter: Meter | None = None
+        self,
+        call: IssuedCall,
+        lanes: Sequence[Lane],
+        program: SumProgram,
+        on_finite: OnFinite | None = None,
+        meter: Meter | None = None,
     ) -> None:
         super().__init__(call, program.count, [lane.flat for lane in lanes])
         self._lanes = lanes
+        self._on_finite = on_finite
         self._program = program
         self._meter = meter
         if program.waits and not self._link.on_stream:
@@ -67,11 +74,12 @@ class AllReduce(Operation):
     def _sum(self, index: int, scratch: Scratch) -> Stages:
         """The stages of one span of every lane."""
         some, chunk = self._program.chunks[index]
-        buffer = scratch.take(chunk.end)
+        views = chunk.split(scratch.take(chunk.nbytes))
         parts = [(self._lanes[i], span) for i, span in zip(some, self._program.spans(index), strict=True)]
         sources = [lane.flat.read(span, scratch) for lane, span in parts]
         xs = [lane.converted(x, scratch) for (lane, _), x in zip(parts, sources, strict=True)]
-        stages, bad = self._program.begin(index, lambda part: part.of(buffer), parts, xs, self._step, self._tags)
+        noted = self._on_finite is not None
+        stages, bad = self._program.begin(index, views, parts, xs, self._step, self._tags, noted=noted)
         if self._meter is None:
             yield from stages
         else:
@@ -85,9 +93,8 @@ class AllReduce(Operation):
             if x is not source:
                 source.copy_(x)
             lane.flat.write(span, source)
-        callbacks = [lane.on_finite for lane, _ in parts if lane.on_finite is not None]
-        if callbacks:  # a chunk counts once, however many of its lanes are not finite
-            callbacks[0](is_fine(bad))
+        if self._on_finite is not None:
+            self._on_finite(is_fine(bad))
 
     def _in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
@@ -115,11 +122,19 @@ class ReduceScatter(Operation):
     says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
-    def __init__(self, call: IssuedCall, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
+    def __init__(
+        self,
+        call: IssuedCall,
+        lanes: Sequence[Lane],
+        outputs: Sequence[Flat],
+        scale: float,
+        on_finite: OnFinite | None = None,
+    ) -> None:
         chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
         super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = scale
+        self._on_finite = on_finite
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
@@ -150,12 +165,10 @@ class ReduceScatter(Operation):
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, received_WN[p]) for p in peers], self._tags[0])
         fine = _all_true(received_WN[:, -NOTE_BYTES] == 1) if self._note else True
         columns_WN = columns(received_WN, sizes)
-        callbacks = [part.lane.on_finite for part in parts if part.lane.on_finite is not None]
-        if callbacks:  # a chunk counts once, however many of its lanes are not finite
-            found = [
-                rows.all_finite(part.job, wires, link.world) for part, wires in zip(parts, columns_WN, strict=True)
-            ]
-            callbacks[0](_all_true(torch.stack(found)))
+        if self._on_finite is not None and parts:
+            pairs = zip(parts, columns_WN, strict=True)
+            found = [rows.all_finite(part.job, wires_WN, link.world) for part, wires_WN in pairs]
+            self._on_finite(_all_true(torch.stack(found)))
         for at, part, wires_WN in zip(some, parts, columns_WN, strict=True):
             part.add(wires_WN, self._outputs[at], fine, scratch)
 

@@ -121,7 +121,7 @@ def sent_bytes(plan: CallPlan, world: int) -> int:
 def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
     """The plan of a sum, with its scratch; `scattered`: whether a lane's numbers lie in several tensors."""
     assert plan.sum is not None
-    chunk_bytes = plan.sum.scratch_end
+    chunk_bytes = plan.sum.scratch_bytes
     chunk_wire = 0
     for lane, apart in zip(plan.lanes, scattered, strict=True):
         numel = min(lane.chunking.chunk, lane.numel)

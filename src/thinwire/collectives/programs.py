@@ -11,8 +11,8 @@ Legend: W ranks, `stride` bytes from one row to the next.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Chunking, Span
 from thinwire.collectives.lane import Key, LaneSpec
 from thinwire.collectives.transport import Transport
-from thinwire.collectives.workspaces import Region, Workspace
+from thinwire.collectives.workspaces import Workspace
 from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad
 from thinwire.kernels.schema import RowJob, Rows
@@ -75,117 +75,85 @@ def coalesced(program: Program, space: Workspace, tensors: Sequence[Tensor], ste
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
-@dataclass(frozen=True)
-class Views:
-    """The parts of the scratch that a message uses; L: one per lane."""
-
-    sent: Tensor  # the rows that are sent, and later those that are gathered
-    local: Tensor  # the row of this rank in them
-    received: Tensor  # the rows that come
-    sent_L: list[Tensor]  # each lane's part of all rows
-    received_L: list[Tensor]
-    local_L: list[Tensor]  # each lane's wire in the local row
-    floats_L: Sequence[Tensor] = ()  # of a sum: as many numbers as a lane asks for
-
-
-def views_of(
-    link: Transport,
-    starts: Sequence[int],
-    local_sizes: Sequence[int],
-    sent: Tensor,
-    received: Tensor,
-    floats_L: Sequence[Tensor] = (),
-) -> Views:
-    """Views of matrices of rows. By lane: where its wires start in a row, and the bytes of the local one."""
-    stride = sent.numel() // link.world
-    local = sent[link.rank * stride : (link.rank + 1) * stride]
-    local_L = [local[start : start + nbytes] for start, nbytes in zip(starts, local_sizes, strict=True)]
-    return Views(sent, local, received, [sent[b:] for b in starts], [received[b:] for b in starts], local_L, floats_L)
-
-
 class RowProgram:
     """(*outputs, *inputs), one of each per lane: encode the inputs, send one message, decode the outputs.
 
-    `move` sends the scratch's sent rows and receives those that come. With `keeps_local` the output's own row is the
-    input's; one tensor alone is input and output.
+    `jobs`, by lane: of all rows. `move` gets a matrix for the rows that come, and what is sent: another one or, in
+    place, the same one or its row `only`. With `keeps_local` the output's own row is the input's; one tensor alone is
+    input and output.
     """
 
     def __init__(
         self,
-        scratch: Region[Views],
+        jobs: Sequence[RowJob],
         encodes: Sequence[rows.Encode],
         move: Callable[[Tensor, Tensor], object],
         decodes: Sequence[rows.Decode],
         *,
         in_place: bool = False,
+        only: int | None = None,
         keeps_local: bool = False,
     ) -> None:
-        self._scratch = scratch
+        stride = jobs[0].stride
+        matrix = jobs[0].rows.count * stride
+        self.nbytes = matrix if in_place else 2 * matrix  # of scratch
+        self._sent = slice(0, matrix) if only is None else slice(only * stride, (only + 1) * stride)
+        self._received = slice(self.nbytes - matrix, self.nbytes)
+        self._starts = [0, *itertools.accumulate(job.layout(0).nbytes for job in jobs[:-1])]
         self._encodes = encodes
         self._move = move
         self._decodes = decodes
-        self._in_place = in_place  # True => rows come where they are sent from, this rank's among them
         self._keeps_local = keeps_local
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
+        """What is sent, each lane's part of it, and the same of what comes; the wires of a row lie side by side."""
+        sent, received = buffer[self._sent], buffer[self._received]
+        return sent, [sent[start:] for start in self._starts], received, [received[start:] for start in self._starts]
 
     def __call__(self, space: Workspace, tensors: Sequence[Any], step: int, bad: Bad | None = None) -> None:
         """See Program; with a place to note that numbers are not finite. Small lanes may be Picked, as in SumChunk."""
-        views = space.view(self._scratch)
+        sent, sent_L, received, received_L = space.views(self)
         count = len(self._decodes)
         inputs = tensors[-count:]
         mixed = hashing.mix64(step)
-        sent_L = views.local_L if self._in_place else views.sent_L
         for i in range(len(self._encodes))[::-1]:
             self._encodes[i](inputs[i], sent_L[i], mixed ^ i << 48, None)
         if not space.dry_run:
-            self._move(views.received, views.local if self._in_place else views.sent)
+            self._move(received, sent)
         for i, decode in enumerate(self._decodes):
-            decode(views.received_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
+            decode(received_L[i], tensors[i], None, bad, inputs[i] if self._keeps_local else None)
 
 
-def _rows_of(
-    link: Transport, lanes: Sequence[LaneSpec], matrices: int
-) -> tuple[list[RowJob], list[RowJob], Region[Views]]:
-    """By lane, whose `numel` is that of a row: the job of one row, and of all ranks' rows; then matrices of rows.
-
-    The wires for one rank lie side by side.
-    """
-    sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
-    one, every = (
-        [job_of(lane.codec, Rows(n * lane.numel, lane.numel, n), lane, link.device, sum(sizes)) for lane in lanes]
-        for n in (1, link.world)
-    )
-    matrix = link.world * sum(sizes)
-
-    def split(buffer: Tensor) -> Views:
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return views_of(link, starts, sizes, buffer[:matrix], buffer[-matrix:])
-
-    return one, every, Region(matrices * matrix, split)
+def _jobs(link: Transport, lanes: Sequence[LaneSpec], count: int) -> list[RowJob]:
+    """By lane, whose `numel` is that of a row: the job of so many rows."""
+    stride = sum(lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes)
+    shapes = [Rows(count * lane.numel, lane.numel, count) for lane in lanes]
+    return [job_of(n.codec, shape, n, link.device, stride) for n, shape in zip(lanes, shapes, strict=True)]
 
 
 def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
     """output = scale * the sum over ranks of their row for this rank."""
-    one, every, scratch = _rows_of(link, lanes, 2)
-    decodes = [rows.decoder(job, world=link.world, scale=scale) for job in one]
-    return RowProgram(scratch, [rows.encoder(job) for job in every], link.all_to_all, decodes)
+    jobs = _jobs(link, lanes, link.world)
+    decodes = [rows.decoder(job, world=link.world, scale=scale) for job in _jobs(link, lanes, 1)]
+    return RowProgram(jobs, [rows.encoder(job) for job in jobs], link.all_to_all, decodes)
 
 
 def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     """output = every rank's input, as decoded from its wire."""
-    one, every, scratch = _rows_of(link, lanes, 1)
-    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in one]
-    decodes = [rows.decoder(job) for job in every]
-    return RowProgram(scratch, encodes, link.all_gather, decodes, in_place=True)
+    jobs = _jobs(link, lanes, link.world)
+    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in _jobs(link, lanes, 1)]
+    decodes = [rows.decoder(job) for job in jobs]
+    return RowProgram(jobs, encodes, link.all_gather, decodes, in_place=True, only=link.rank)
 
 
 def exchange_program(link: Transport, lane: LaneSpec, numel: int) -> RowProgram:
     """Row r of output = rank r's row for this rank, all of `numel` elements; the own row is copied exactly."""
-    _, (job,), scratch = _rows_of(link, [lane._replace(numel=numel)], 2)
+    (job,) = _jobs(link, [lane._replace(numel=numel)], link.world)
     encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
     each = [job.stride] * link.world
     move = functools.partial(link.exchange_rows, received_R=each, sent_R=each)  # others may have rows of other lengths
     decode = rows.decoder(job, skip=link.rank)
-    return RowProgram(scratch, [encode], move, [decode], keeps_local=True)
+    return RowProgram([job], [encode], move, [decode], keeps_local=True)
 
 
 def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgram:
@@ -195,8 +163,8 @@ def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgra
     stride = lane.codec.wire_bytes(longest, lane.dtype)
     job = job_of(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
     encodes = [rows.encoder(job)] if link.rank == source else []
-    scratch = Region(count * stride, lambda buffer: Views(buffer, buffer, buffer, [buffer], [buffer], [buffer]))
-    return RowProgram(scratch, encodes, lambda wires, _: link.broadcast(wires, source), [rows.decoder(job)])
+    decodes = [rows.decoder(job)]
+    return RowProgram([job], encodes, lambda wires, _: link.broadcast(wires, source), decodes, in_place=True)
 
 
 def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:

@@ -12,8 +12,8 @@ Legend: W ranks, N bytes of one wire; L: one per lane, R: one per rank.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,9 +25,9 @@ from thinwire.collectives import chunks
 from thinwire.collectives.checks import check_recodes
 from thinwire.collectives.chunks import Span, aligned
 from thinwire.collectives.lane import Key, Lane, LaneSpec
-from thinwire.collectives.programs import Views, job_of, views_of
+from thinwire.collectives.programs import job_of
 from thinwire.collectives.transport import Stages, Transport, Waitable
-from thinwire.collectives.workspaces import Region, Workspace
+from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.kernels import hashing, reference, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory, Picked, Watch
@@ -35,30 +35,42 @@ from thinwire.kernels.schema import Rows
 
 _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, it would be infinite
 _UNTAGGED = (0, 0)  # messages of a stream, which keeps their order
-Place = Callable[[Region[Views]], Views]  # finds a chunk's views in the scratch that it was given
+
+
+@dataclass(frozen=True)
+class Views:
+    """The parts of its scratch that a chunk uses; L: one per lane."""
+
+    sent: Tensor  # the rows that are sent, and later those that are gathered
+    local: Tensor  # the row of this rank in them
+    received: Tensor  # the rows that come
+    sent_L: list[Tensor]  # each lane's part of all rows
+    received_L: list[Tensor]
+    local_L: list[Tensor]  # each lane's wire in the local row
+    floats_L: Sequence[Tensor]  # as many numbers as a lane asks for
+    outer: "Views | None" = None  # of the sum across nodes
 
 
 class SumKernels:
     """What is done to a lane on the rank at `link`; if `fused`, in one launch each where the backend has them."""
 
     def __init__(
-        self, lane: LaneSpec, link: Transport, scale: float, stride: int, *, two_phase: bool, fused: bool = True
+        self, lane: LaneSpec, shape: Rows, link: Transport, scale: float, stride: int, *, two_phase: bool, fused: bool
     ) -> None:
         world = link.world
         self.lane = lane
-        self.shape = lane_rows(lane, world, two_phase=two_phase)
         self.feedback = feedback = None
         if lane.feedback:
             self.feedback = feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
         self.keeps_local = two_phase and (lane.exact_local or bool(lane.feedback))
         own = link.rank if self.keeps_local else -1
         first = lane.first_phase if two_phase else lane.codec
-        encode_job = job_of(first, self.shape, lane, link.device, stride, fused=fused)
-        self.job = job_of(lane.codec, self.shape, lane, link.device, stride, fused=fused)
+        encode_job = job_of(first, shape, lane, link.device, stride, fused=fused)
+        self.job = job_of(lane.codec, shape, lane, link.device, stride, fused=fused)
         self.encode = rows.encoder(encode_job, skip=own, by_row=int(two_phase), feedback=feedback)
         self.recode: rows.Recode | None = None
         self.row = link.rank if two_phase else 0
-        if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
+        if two_phase and link.rank <= shape.short:
             size = scale if self.keeps_local else abs(scale)
             self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
         sign = -1.0 if scale < 0 and not self.keeps_local else 1.0
@@ -90,18 +102,17 @@ class SumChunk:
         *,
         two_phase: bool,
         fused: bool = True,
-        begin: int = 0,
     ) -> None:
         self._link = link
         self._two_phase = two_phase
         shapes = [lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
-        pairs = zip(lanes, shapes, strict=True)
+        pairs = list(zip(lanes, shapes, strict=True))
         sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
-        self.stride = sum(sizes)
+        self.stride = stride = sum(sizes)
         self._starts = _ascending(sizes)
         self._matrix = link.world * self.stride
         self._rows_end = (2 if two_phase else 1) * self._matrix
-        self.kernels = [SumKernels(lane, link, scale, self.stride, two_phase=two_phase, fused=fused) for lane in lanes]
+        self.kernels = [SumKernels(*pair, link, scale, stride, two_phase=two_phase, fused=fused) for pair in pairs]
         self._local_sizes = [lane.job.layout(lane.row).nbytes for lane in self.kernels]
         # Lanes without feedback may be Picked: encoded before the first lane, where they leave zeros, decoded after it.
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
@@ -109,8 +120,7 @@ class SumChunk:
         self._nothing: list[Memory | None] = [None] * len(lanes)
         self._used_R = [self._used(rank) for rank in range(link.world)]
         self.floats = [(lane.left, torch.float32) for lane in self.kernels]
-        self.end = begin + self._rows_end + _nbytes(self.floats)  # of its scratch
-        self.scratch = Region(self.end - begin, self._split, begin)
+        self.nbytes = self._rows_end + _nbytes(self.floats)  # of its scratch
 
     @property
     def sent_bytes(self) -> int:
@@ -121,7 +131,7 @@ class SumChunk:
 
     def stages(
         self,
-        place: Place,
+        views: Views,
         xs: Sequence[Any],
         mixed: Sequence[int],
         tags: Sequence[int] | None,
@@ -135,7 +145,6 @@ class SumChunk:
         (hashing.row_step); the memory where there is feedback; what looks at each row as it is encoded. Without tags
         (across nodes, inside) nothing is sent: kernels are to be compiled. No message is awaited on a stream.
         """
-        views = place(self.scratch)
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
         sent_L = views.sent_L if self._two_phase else views.local_L
@@ -147,7 +156,7 @@ class SumChunk:
                 moving = link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
                 if moving is not None:
                     yield moving
-            yield from self._reduce(place, views, xs, mixed, tags, kept, watches)
+            yield from self._reduce(views, xs, mixed, tags, kept, watches)
         if tags is not None:
             moving = link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
             if moving is not None:
@@ -160,7 +169,7 @@ class SumChunk:
             self.kernels[i].decode(views.sent_L[i], xs[i], kept[i], bad, mixed=mixed[i])
 
     def _reduce(
-        self, place: Place, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
+        self, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
     ) -> Iterable[Sequence[Waitable]]:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self.kernels):
@@ -170,11 +179,14 @@ class SumChunk:
                 lane.recode(views.received_L[i], views.local_L[i], mixed[i], own, kept[i])
         return ()
 
-    def views(self, sent: Tensor, received: Tensor, floats_L: Sequence[Tensor] = ()) -> Views:
+    def views(self, sent: Tensor, received: Tensor, floats_L: Sequence[Tensor]) -> Views:
         """The views of matrices of rows."""
-        return views_of(self._link, self._starts, self._local_sizes, sent, received, floats_L)
+        local = sent[self._link.rank * self.stride :][: self.stride]
+        local_L = [local[b : b + nbytes] for b, nbytes in zip(self._starts, self._local_sizes, strict=True)]
+        sent_L, received_L = ([rows[b:] for b in self._starts] for rows in (sent, received))
+        return Views(sent, local, received, sent_L, received_L, local_L, floats_L)
 
-    def _split(self, buffer: Tensor) -> Views:
+    def split(self, buffer: Tensor) -> Views:
         """One or two matrices of rows, then the floats."""
         sizes = [aligned(numel * dtype.itemsize) for numel, dtype in self.floats]
         parts = buffer[self._rows_end : self._rows_end + sum(sizes)].split(sizes)
@@ -223,22 +235,21 @@ class NodesChunk(SumChunk):
         super().__init__(inside, lanes, 1.0, two_phase=True, fused=fused)
         self._chunk = chunk
         self._scale = scale
-        self._spans = [lane.shape.span(inside.rank) for lane in self.kernels]  # the own shards
+        self._spans = [lane.job.rows.span(inside.rank) for lane in self.kernels]  # the own shards
         numels = {i: end - begin for i, (begin, end) in enumerate(self._spans) if end > begin}
         jobs = {i: replace(self.kernels[i].job, rows=Rows(numel, numel, 1)) for i, numel in numels.items()}
         self._adds = {i: rows.decoder(job, world=inside.world) for i, job in jobs.items()}
         self._puts = {i: rows.encoder(job, by_row=0, first_row=inside.rank) for i, job in jobs.items()}
         self.floats = [(numels.get(i, 0), lane.outer(0).dtype) for i, lane in enumerate(lanes)]  # their sums
         self._outer: SumChunk | None = None
-        self.end += _nbytes(self.floats)
-        self.scratch = Region(self.end, self._split)
+        self._own_bytes = self.nbytes = self.nbytes + _nbytes(self.floats)
         phases = 1 + (fewest_roundings(across.world) == "two_phase")
         self._outer_specs = [lanes[i].outer(numel) for i, numel in numels.items()]
         self._outer_specs = [spec._replace(dtype=spec.encoded) for spec in self._outer_specs]
         if numels and across.world > 1:
             specs = self._outer_specs
-            self._outer = SumChunk(across, specs, scale, two_phase=phases == 2, fused=fused, begin=self.end)
-            self.end = self._outer.end
+            self._outer = SumChunk(across, specs, scale, two_phase=phases == 2, fused=fused)
+            self.nbytes += self._outer.nbytes
         self._outer_waits = phases if across.world > 1 else 0  # whether the own shards hold anything or not
 
     @property
@@ -246,8 +257,13 @@ class NodesChunk(SumChunk):
         """Both phases inside, and the own shards' sums across."""
         return super().sent_bytes + (self._outer.sent_bytes if self._outer else 0)
 
+    def split(self, buffer: Tensor) -> Views:
+        """The own views, then those of the sum across nodes."""
+        outer = None if self._outer is None else self._outer.split(buffer[self._own_bytes :])
+        return replace(super().split(buffer), outer=outer)
+
     def _reduce(
-        self, place: Place, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
+        self, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
     ) -> Iterable[Sequence[Waitable]]:
         """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         rank = self._link.rank
@@ -256,9 +272,10 @@ class NodesChunk(SumChunk):
         pairs = zip(self._adds, self._outer_specs, strict=True)
         totals = {i: views.floats_L[i].to(spec.dtype) for i, spec in pairs}
         if self._outer is not None:
+            assert views.outer is not None
             steps = [Key(hashing.row_step(mixed[i], rank), self._chunk).mixed() for i in totals]
             looks = watches and [after(watches[i], self._spans[i][0]) for i in totals]
-            yield from self._outer.stages(place, [*totals.values()], steps, tags and tags[:1], watches=looks)
+            yield from self._outer.stages(views.outer, [*totals.values()], steps, tags and tags[:1], watches=looks)
         elif self._outer_waits:  # other ranks' shards hold something
             yield from [()] * self._outer_waits
         else:
@@ -298,7 +315,7 @@ class SumProgram:
         self.waits = 0  # of a chunk on a mesh of nodes, which waits more than twice
         if len(links) == 2 and links[0].world > 1:
             self.waits = 3 + (fewest_roundings(links[0].world) == "two_phase")
-        self.scratch_end = aligned(max(chunk.end for _, chunk in self.chunks))
+        self.scratch_bytes = aligned(max(chunk.nbytes for _, chunk in self.chunks))
 
     @property
     def sent_bytes(self) -> int:
@@ -310,18 +327,26 @@ class SumProgram:
         return [self.chunkings[i].span(index) for i in self.chunks[index][0]]
 
     def begin(
-        self, index: int, place: Place, parts: Sequence[tuple[Lane, Span]], xs: Sequence[Tensor], step: int, tags: Any
+        self,
+        index: int,
+        views: Views,
+        parts: Sequence[tuple[Lane, Span]],
+        xs: Sequence[Tensor],
+        step: int,
+        tags: Any,
+        *,
+        noted: bool,
     ) -> tuple[Stages, Bad | None]:
         """A chunk of parts of lanes, whose numbers are xs, where kernels are not fused; and where it notes bad ones."""
         some, chunk = self.chunks[index]
         memories = [n.carry and n.carry.part(span, x, span) for (n, span), x in zip(parts, xs, strict=True)]
         looks = [after(lane.watch, span.begin) for lane, span in parts]
         bad = None
-        if any(lane.carry or lane.on_finite for lane, _ in parts):
+        if noted or any(memories):
             bad = Bad(torch.zeros(2, dtype=torch.int32, device=xs[0].device), 1)
         mixed = [Key(step, index, i).mixed() for i in some]
         how = mixed, tags, memories if any(memories) else None, bad, looks if any(looks) else None
-        return chunk.stages(place, xs, *how), bad
+        return chunk.stages(views, xs, *how), bad
 
     def __call__(
         self,
@@ -343,7 +368,7 @@ class SumProgram:
                     pieces = [(memory := memories[i]) and memory.part(*span) for i, span in pairs]
             noted = None if bad is None else bad._replace(call=bad.call + index)
             steps = [mixed ^ (i << 48 | index << 16) for i in some]  # as lane.Key mixes them
-            for _ in chunk.stages(space.view, parts, steps, tags, pieces, noted):
+            for _ in chunk.stages(space.views(chunk), parts, steps, tags, pieces, noted):
                 pass  # the stream waits
 
 

@@ -21,7 +21,7 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.groups import Group
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.message import RowMessage, row_operation
+from thinwire.collectives.message import Hooks, RowMessage, row_operation
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, sized, to_choose_from
 from thinwire.collectives.work import Work
@@ -194,7 +194,7 @@ def _scatter_fed_back(
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
     message = RowMessage([spec], source, group, scale)
     carry = feedback.carry(source.numel(), target.numel(), source.device)
-    message.run([target.view(1, -1)], [source.view(channel.world, -1)], step, [(carry, None, None)])
+    message.run([target.view(1, -1)], [source.view(channel.world, -1)], step, Hooks([carry], [None]))
 
 
 def all_gather_into_tensor(

@@ -8,28 +8,22 @@ the order in which they were started, on whatever stream.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Iterable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import CollectiveError
 
-Views = TypeVar("Views")
 
+class User(Protocol):
+    """What uses the first `nbytes` of a workspace, split into views."""
 
-class Region(Generic[Views]):
-    """The part of every workspace that a program uses, up to `end`, and how it is split into views."""
+    nbytes: int
 
-    def __init__(self, nbytes: int, split: Callable[[Tensor], Views], begin: int = 0) -> None:
-        self.end = begin + nbytes
-        self._begin = begin
-        self._split = split
-
-    def of(self, buffer: Tensor) -> Views:
+    def split(self, buffer: Tensor) -> Any:
         """The views of a buffer."""
-        return self._split(buffer[self._begin : self.end])
 
 
 class Workspace:
@@ -39,7 +33,7 @@ class Workspace:
         self.device = device
         self.dry_run = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._views: weakref.WeakKeyDictionary[Region[Any], Any] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[User, Any] = weakref.WeakKeyDictionary()
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -48,12 +42,12 @@ class Workspace:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
-    def view(self, region: Region[Views]) -> Views:
-        """The views of a region, made once."""
-        buffer = self.reserve(region.end)
-        found: Views | None = self._views.get(region)
+    def views(self, user: User) -> Any:
+        """The views of a user, made once."""
+        buffer = self.reserve(user.nbytes)
+        found = self._views.get(user)
         if found is None:
-            found = self._views[region] = region.of(buffer)
+            found = self._views[user] = user.split(buffer[: user.nbytes])
         return found
 
     def release(self) -> None:

@@ -18,7 +18,7 @@ from thinwire.collectives import torch_verbs
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import LaneHooks, Message
+from thinwire.collectives.message import Hooks, Message
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
@@ -181,11 +181,11 @@ class GradientSync:
         program = message.program and StreamedBucket(key, message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)
 
-    def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> list[LaneHooks]:
+    def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> Hooks:
         """What a message calls in this step, for every lane of so many rows."""
         watch = self.tally.watch if self.chooser.measuring else lambda *_: None
-        pairs = zip(plan.carries, plan.lanes, strict=True)
-        return [(carry, watch([*lane.pieces] * rows, device), self.tally.checked) for carry, lane in pairs]
+        watches = [watch([*lane.pieces] * rows, device) for lane in plan.lanes]
+        return Hooks(plan.carries, watches, self.tally.checked)
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
         """The lane of a parameter or, if not `whole`, of a part of it or of its padding."""

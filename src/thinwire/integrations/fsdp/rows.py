@@ -28,7 +28,7 @@ from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import IssuedCall, bounded, channel_of
 from thinwire.collectives.chunks import Flat, Scratch, others_first
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import LaneHooks, RowMessage
+from thinwire.collectives.message import Hooks, RowMessage
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Stages
@@ -80,7 +80,7 @@ class Columns:
         output: Tensor,
         input: Tensor,
         step: int,
-        hooks: Sequence[LaneHooks] | None = None,
+        hooks: Hooks | None = None,
         note: Bad | None = None,
     ) -> None:
         """Run the message on matrices; `input` is modified."""
