@@ -5,11 +5,12 @@ like an earlier one is found by its raw arguments, before anything is checked or
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.channel import Channel, IssuedCall, bounded, known_channel
 from thinwire.collectives.checks import check_step
@@ -17,7 +18,7 @@ from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.pipeline import broken
-from thinwire.collectives.plan import CallPlan, Choose, PlanKey, plan_verb
+from thinwire.collectives.plan import CallPlan, PlanKey, plan_call
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_PLAN = CallPlan("")  # of calls that are not planned here
@@ -98,12 +99,12 @@ def issue_planned(
     trial: Trial,
     shares: Sequence[int],
     lengths: Lengths | None = None,
-    decide: Callable[[Choose], CallPlan] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> IssuedCall:
     """Issue a call with its plan: compared and decided the first time, looked up afterwards.
 
-    `trial` and `shares`: what is timed where the fastest algorithm is asked for. Ranks may measure together to
-    `decide`; if one fails, the others raise its error too.
+    `trial` and `shares`: what is timed where the fastest algorithm is asked for. Ranks may measure together to decide;
+    if one fails, the others raise its error too. `mesh`: of nodes, for a sum.
     """
     text = str(key)
     plan = channel.plans.get(text)
@@ -111,7 +112,6 @@ def issue_planned(
     if plan is not None:
         return call
     choose = fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial, shares)
-    if decide is None:
-        decide = functools.partial(plan_verb, key, channel.transport, most=call.most_sent)
-    call.plan = channel.plans[text] = channel.failures.guard(call.site, functools.partial(decide, choose))
+    decide = functools.partial(plan_call, key, channel.transports, mesh, call.most_sent, choose)
+    call.plan = channel.plans[text] = channel.failures.guard(call.site, decide)
     return call

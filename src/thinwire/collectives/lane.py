@@ -49,6 +49,7 @@ class LaneSpec(NamedTuple):
     feedback: str = ""
     dtype: torch.dtype = torch.float32
     exact_local: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    scattered: bool = False  # True => its numbers lie in several tensors
     across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first_phase of the sums of nodes
     chunking: Chunking = Chunking(0, 1)  # a plan decides it
 

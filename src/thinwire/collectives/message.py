@@ -21,7 +21,7 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.groups import Group
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes, sum_plan, with_scratch
+from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes, sum_plan
 from thinwire.collectives.sums import check_order, flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.feedback import Carry
@@ -130,12 +130,10 @@ class Message(_LaneMessage):
 
         `copies`: at the end tensor = numbers for these (tensor, numbers).
         """
+        assert self._plan.sum is not None
+        call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step, async_op=True)
         lanes = _loaded(self._plan, map(Flat, tensors_L), hooks)
-        scattered = [lane.flat.scattered for lane in lanes]
-        plan = with_scratch(self._plan, scattered) if any(scattered) else self._plan
-        assert plan.sum is not None
-        call = issue_call(self.channel, self.text, plan, outputs=outputs, step=step, async_op=True)
-        operation = operations.AllReduce(call, lanes, plan.sum, hooks.on_finite, meter)
+        operation = operations.AllReduce(call, lanes, self._plan.sum, hooks.on_finite, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
         assert work is not None

@@ -102,7 +102,15 @@ def sum_plan(
     if all(link.on_stream for link in links) and all(_is_fused(lane, len(links) == 2) for lane in lanes):
         program = SumProgram(links, algorithm, lanes, scale, fused=True)
     by_rows = SumProgram(links, algorithm, lanes, scale, fused=False)
-    return with_scratch(CallPlan(text, lanes, sum=by_rows, program=program), (False,) * len(lanes))
+    chunk_bytes = by_rows.scratch_bytes
+    chunk_wire = 0
+    for lane in lanes:
+        numel = min(lane.chunking.chunk, lane.numel)
+        chunk_bytes += aligned(numel * lane.dtype.itemsize) if lane.scattered else 0
+        chunk_bytes += 0 if lane.feedback else lane.copy_bytes(numel)  # kernels convert what has feedback
+        chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
+    limit = chunks.scratch_limit(sum(wires), chunk_wire, chunk_bytes, by_rows.count)
+    return CallPlan(text, lanes, chunk_bytes, limit, by_rows, program)
 
 
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
@@ -116,22 +124,6 @@ def sent_bytes(plan: CallPlan, world: int) -> int:
         return plan.sum.sent_bytes
     spans = [(lane, lane.chunking.span(i).numel) for lane in plan.lanes for i in range(lane.chunking.num_chunks)]
     return (world - 1) * sum(lane.codec.wire_bytes(numel, lane.encoded) for lane, numel in spans)
-
-
-def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
-    """The plan of a sum, with its scratch; `scattered`: whether a lane's numbers lie in several tensors."""
-    assert plan.sum is not None
-    chunk_bytes = plan.sum.scratch_bytes
-    chunk_wire = 0
-    for lane, apart in zip(plan.lanes, scattered, strict=True):
-        numel = min(lane.chunking.chunk, lane.numel)
-        chunk_bytes += aligned(numel * lane.dtype.itemsize) if apart else 0
-        chunk_bytes += 0 if lane.feedback else lane.copy_bytes(numel)  # kernels convert what has feedback
-        chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
-    wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)
-    most = max(lane.chunking.num_chunks for lane in plan.lanes)
-    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
-    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
 def _chunked(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> LaneSpec:
@@ -205,70 +197,66 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     return CallPlan(text, [lane], chunk_bytes, limit, program=program)
 
 
-def plan_sum(key: PlanKey, links: tuple[Transport, ...], mesh: DeviceMesh | None, choose: Choose) -> CallPlan:
-    """Decide how an all_reduce runs on a group (one transport) or on a mesh of nodes (two: across, inside)."""
-    numel = sum(key.lengths)
-    check_algorithm(key.algorithm, get_args(SumAlgorithm))
-    on_mesh = mesh is not None
-    if mesh is not None and key.algorithm != "plain":
-        check_order(mesh)
-    if key.algorithm in (("one_shot", "two_phase") if on_mesh else ("hierarchical",)):
-        raise CollectiveError(
-            "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
-        )
-    if len(key.codecs) == 2 and not on_mesh:
-        pair = tuple(map(str, key.codecs))
-        raise CollectiveError(f"a pair of codecs requires algorithm='hierarchical', got {pair} for {key.algorithm!r}")
-    codecs = _named(key, numel)
-    assert key.reduction is not None
-    plain = CallPlan(str(key), reduction=key.reduction)
-    if all(link.world == 1 for link in links):
+def plan_call(
+    key: PlanKey, links: tuple[Transport, ...], mesh: DeviceMesh | None, most: int, choose: Choose
+) -> CallPlan:
+    """Decide how a verb runs on a group (one transport) or on a mesh of nodes (two: across, inside).
+
+    `most`: the elements of the message where a rank knows only its own.
+    """
+    is_sum = key.kind == "all_reduce"
+    check_algorithm(key.algorithm, get_args(SumAlgorithm if is_sum else VerbAlgorithm))
+    if is_sum:
+        _check_mesh(key, mesh)
+    world = math.prod(link.world for link in links)
+    numel = key.numel(world) or most
+    codecs = tuple(codec_for(codec, (numel,)) for codec in key.codecs)  # used or not; raises if a string names none
+    plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
+    if world == 1:
         return plain  # exact, whatever the codec
-    if on_mesh or key.algorithm == "two_phase":
-        check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else key.algorithm!r}")
-    names = ("plain", "hierarchical") if on_mesh else to_choose_from(codecs)
-    algorithm = _algorithm(key, codecs, numel, names, choose)
+    if mesh is not None or key.algorithm == "two_phase":
+        check_recodes(codecs, f"algorithm={'hierarchical' if mesh is not None else key.algorithm!r}")
+    flat = to_choose_from(codecs) if is_sum else ("plain", "compressed")
+    algorithm = _algorithm(key, codecs, numel, flat if mesh is None else ("plain", "hierarchical"), choose)
     if algorithm == "plain":
         _check_torch_takes(key.dtype, links)
         return plain
-    across = (codecs[-1], codecs[-1]) if on_mesh else None
-    lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
-    scale = key.reduction.scale(math.prod(link.world for link in links))
-    plan = replace(sum_plan(plain.text, [lane], links, algorithm, scale), reduction=key.reduction)
-    if len(key.lengths) > 1 and plan.program is not None:
-        plan = replace(plan, program=functools.partial(programs.coalesced, plan.program))
-    return with_scratch(plan, [len(key.lengths) > 1])
+    scale = None if key.reduction is None else key.reduction.scale(world)
+    longest = max(key.lengths, default=0) // (world if key.kind == "reduce_scatter" else 1)
+    lane = LaneSpec(numel if is_sum else longest, codecs[0], codecs[0], dtype=key.dtype)
+    if scale is not None and is_sum:
+        several = len(key.lengths) > 1
+        lane = lane._replace(across=None if mesh is None else (codecs[-1], codecs[-1]), scattered=several)
+        plan = sum_plan(plain.text, [lane], links, algorithm, scale)
+        if several and plan.program is not None:
+            plan = replace(plan, program=functools.partial(programs.coalesced, plan.program))
+    elif key.source is not None:
+        check_recodes(codecs, key.verb)
+        plan = _broadcast_plan(plain.text, lane, links[0], key.source)
+    elif key.kind == "all_to_all":
+        check_recodes(codecs, key.verb)
+        plan = _exchange_plan(plain.text, lane, links[0])
+    else:
+        plan = rows_plan(plain.text, [lane], links[0], total=numel if key.verb == "all_gather" else 0, scale=scale)
+    return replace(plan, reduction=key.reduction, source=key.source)
+
+
+def _check_mesh(key: PlanKey, mesh: DeviceMesh | None) -> None:
+    """Raise unless the algorithm and codecs of a sum fit its mesh or group."""
+    if mesh is not None and key.algorithm != "plain":
+        check_order(mesh)
+    if key.algorithm in (("hierarchical",) if mesh is None else ("one_shot", "two_phase")):
+        raise CollectiveError(
+            "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
+        )
+    if len(key.codecs) == 2 and mesh is None:
+        pair = tuple(map(str, key.codecs))
+        raise CollectiveError(f"a pair of codecs requires algorithm='hierarchical', got {pair} for {key.algorithm!r}")
 
 
 def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
     """The algorithms that "auto" knows in a group, which `measure` measures."""
     return ("plain", "one_shot", "two_phase") if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
-
-
-def plan_verb(key: PlanKey, link: Transport, choose: Choose, most: int) -> CallPlan:
-    """Decide how a verb moves its elements, `most` in all where a rank knows only its own."""
-    check_algorithm(key.algorithm, get_args(VerbAlgorithm))
-    numel = key.numel(link.world) or most
-    codecs = _named(key, numel)
-    plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
-    if link.world == 1:
-        return plain
-    if _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
-        _check_torch_takes(key.dtype, [link])
-        return plain
-    if key.kind in ("broadcast", "all_to_all"):
-        check_recodes(codecs, key.verb)
-    longest = max(key.lengths, default=0) // (link.world if key.kind == "reduce_scatter" else 1)
-    lane = LaneSpec(longest, codecs[0], codecs[0], dtype=key.dtype)
-    if key.kind == "broadcast":
-        assert key.source is not None
-        plan = _broadcast_plan(plain.text, lane, link, key.source)
-    elif key.kind == "all_to_all":
-        plan = _exchange_plan(plain.text, lane, link)
-    else:
-        scale = None if key.reduction is None else key.reduction.scale(link.world)
-        plan = rows_plan(plain.text, [lane], link, total=numel if key.verb == "all_gather" else 0, scale=scale)
-    return replace(plan, reduction=key.reduction, source=key.source)
 
 
 def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
@@ -309,8 +297,3 @@ def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Seque
         return key.algorithm
     is_exact = numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))
     return "plain" if is_exact else choose(codecs, names)
-
-
-def _named(key: PlanKey, numel: int) -> tuple[Codec, ...]:
-    """The codecs of a call, used or not; raises if a string names none."""
-    return tuple(codec_for(codec, (numel,)) for codec in key.codecs)

@@ -23,7 +23,7 @@ from thinwire.collectives.groups import Group
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import Hooks, RowMessage, row_operation
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, sized, to_choose_from
+from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, sized, to_choose_from
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 from thinwire.feedback import RowCopy, RowFeedback
@@ -78,21 +78,18 @@ def _first_call(
     key = PlanKey(name, lengths if is_sum else lengths[-1:], parts[0].dtype, codecs, algorithm)
     shares = [channel.world if at == whole else 1 for at in range(1 if is_sum else len(parts))]
     trial: Callable[..., Any] = functools.partial(all_reduce if is_sum else verb, group=group)
-    decide = None
     if verb is broadcast:
         key = key._replace(source=_source(channel, *how))
         trial = functools.partial(broadcast, group=group, group_src=0)
     elif how:
         key = key._replace(reduction=checks.reduction(*how))
-    if is_sum:
-        decide = functools.partial(plan_sum, key, channel.transports, groups.mesh_of_nodes(group))
-    elif len(parts) == 2 and lengths[whole] != channel.world * lengths[1 - whole]:
+    if not is_sum and len(parts) == 2 and lengths[whole] != channel.world * lengths[1 - whole]:
         large, small = ("output", "input")[:: 1 - 2 * whole]
         raise CollectiveError(
             f"{name}: {large} must have {channel.world} times the elements of {small}, "
             f"got {lengths[whole]} and {lengths[1 - whole]}"
         )
-    call = issue_planned(channel, key, step, trial, shares, None, decide)
+    call = issue_planned(channel, key, step, trial, shares, mesh=groups.mesh_of_nodes(group) if is_sum else None)
     remember(call, name, given, codec, algorithm, *how)
     return call, parts
 
