@@ -29,7 +29,7 @@ from thinwire.collectives.chunks import Flat, Scratch, Span
 from thinwire.collectives.failures import CallSite
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.transport import Stages
+from thinwire.collectives.transport import Moving, Stages
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
@@ -476,7 +476,7 @@ class Fails(Operation):
     def __init__(self) -> None: ...
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
-        yield ()
+        yield Moving()
         raise OSError("the cable is cut")
 
 

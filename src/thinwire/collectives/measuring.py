@@ -19,7 +19,6 @@ from thinwire.collectives import cost
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.cost import CurveKey, Curves, Points
 from thinwire.collectives.plan import Choose
-from thinwire.collectives.transport import wait_for
 
 _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
@@ -67,7 +66,7 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     others = [rank for rank in range(link.world) if rank != link.rank]
 
     def call() -> None:
-        wait_for(link.exchange([(p, sent[p]) for p in others], [(p, received[p]) for p in others], tag))
+        link.exchange([(p, sent[p]) for p in others], [(p, received[p]) for p in others], tag).wait()
 
     return call
 

@@ -28,7 +28,7 @@ from thinwire.collectives.lane import Key, Lane, LaneSpec
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.programs import job_of
 from thinwire.collectives.sums import SumProgram, after
-from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.collectives.transport import Moving, Stages, Transport
 from thinwire.kernels import rows
 from thinwire.kernels.rows import Feedback, Fine, Memory, is_fine
 from thinwire.kernels.schema import Rows
@@ -98,7 +98,7 @@ class AllReduce(Operation):
 
     def _in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
-        under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
+        under_way: list[tuple[Stages, Moving]] = []  # the youngest first
         for place in itertools.count():
             begun = []
             if place < self._program.count:

@@ -17,7 +17,7 @@ is done, and overlap their parts in an order of their own (operations.py, [Note:
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
 from thinwire.collectives.failures import CallSite, Failures
-from thinwire.collectives.transport import Stages, Waitable, wait_for
+from thinwire.collectives.transport import Moving, Stages
 from thinwire.collectives.work import Work, serving
 from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
@@ -91,7 +91,7 @@ def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tens
     with torch.inference_mode():  # outputs may be inference tensors
         for index in range(operation.num_chunks):
             for awaited in operation.chunk(index, Scratch(buffer)):
-                wait_for(awaited)  # the stream waits, not the host
+                awaited.wait()  # the stream waits, not the host
         operation.finish()
 
 
@@ -151,10 +151,10 @@ class _Running:
     operation: Operation
     scratch: Tensor
     stages: Stages
-    awaited: Sequence[Waitable] = ()
+    awaited: Moving = field(default_factory=Moving)
 
 
-_wait = ranged("thinwire::wire")(wait_for)
+_wait = ranged("thinwire::wire")(Moving.wait)
 
 
 class Pipeline:

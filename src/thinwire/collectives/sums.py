@@ -26,7 +26,7 @@ from thinwire.collectives.checks import check_recodes
 from thinwire.collectives.chunks import Span, aligned
 from thinwire.collectives.lane import Key, Lane, LaneSpec
 from thinwire.collectives.programs import job_of
-from thinwire.collectives.transport import Stages, Transport, Waitable
+from thinwire.collectives.transport import Moving, Stages, Transport
 from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.kernels import hashing, reference, rows
@@ -143,7 +143,7 @@ class SumChunk:
 
         In one shot there is one shard, which every rank sends to all others. By lane: flat numbers, or Picked; the step
         (hashing.row_step); the memory where there is feedback; what looks at each row as it is encoded. Without tags
-        (across nodes, inside) nothing is sent: kernels are to be compiled. No message is awaited on a stream.
+        (across nodes, inside) nothing is sent: kernels are to be compiled. A stream waits by itself.
         """
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
@@ -153,14 +153,10 @@ class SumChunk:
             self.kernels[i].encode(xs[i], sent_L[i], mixed[i], kept[i], *look)
         if self._two_phase:
             if tags is not None:
-                moving = link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
-                if moving is not None:
-                    yield moving
+                yield link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
             yield from self._reduce(views, xs, mixed, tags, kept, watches)
         if tags is not None:
-            moving = link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
-            if moving is not None:
-                yield moving
+            yield link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
         if bad is not None:
             for lane, wires in zip(self.kernels, views.sent_L, strict=True):
                 if lane.scan is not None:
@@ -170,7 +166,7 @@ class SumChunk:
 
     def _reduce(
         self, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
-    ) -> Iterable[Sequence[Waitable]]:
+    ) -> Iterable[Moving]:
         """Write the wire of the own shard's sum, of every lane."""
         for i, lane in enumerate(self.kernels):
             if lane.recode is not None:
@@ -264,7 +260,7 @@ class NodesChunk(SumChunk):
 
     def _reduce(
         self, views: Views, xs: Sequence[Any], mixed: Sequence[int], tags: Any, kept: Any, watches: Any
-    ) -> Iterable[Sequence[Waitable]]:
+    ) -> Iterable[Moving]:
         """Add the own shards inside the node, then over the nodes, where the step is the shard's key."""
         rank = self._link.rank
         for i, add in self._adds.items():
@@ -277,7 +273,7 @@ class NodesChunk(SumChunk):
             looks = watches and [after(watches[i], self._spans[i][0]) for i in totals]
             yield from self._outer.stages(views.outer, [*totals.values()], steps, tags and tags[:1], watches=looks)
         elif self._outer_waits:  # other ranks' shards hold something
-            yield from [()] * self._outer_waits
+            yield from [Moving()] * self._outer_waits
         else:
             for total in totals.values():
                 total.mul_(self._scale)

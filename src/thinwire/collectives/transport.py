@@ -59,9 +59,6 @@ class Waitable(Protocol):
         """Whether it is known to be done."""
 
 
-Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between its stages, what it waits for
-
-
 class LostRankError(RuntimeError):
     """A message did not come, or could not be sent. The caller knows in which call, and reports it."""
 
@@ -83,35 +80,32 @@ def lost_in(error: BaseException) -> LostRankError | None:
 class Moving(list[Waitable]):
     """Messages under way, and the ranks at their other ends."""
 
-    def __init__(self, works: Iterable[Waitable], peers: Sequence[int | None], options: Any = None) -> None:
+    def __init__(self, works: Iterable[Waitable] = (), peers: Sequence[int | None] = (), options: Any = None) -> None:
         super().__init__(works)
-        self.peers = peers  # None: a message from any source
-        self.options = options  # of the backend, whose timeout may change: gloo's messages know the first one alone
+        self.peers = peers  # None: a message from any source, or several messages
+        self._options = options  # of the backend, whose timeout may change: gloo's messages know the first one alone
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all; raises LostRankError."""
-        wait_for(self, *[timeout] if timeout else [])
+        """Wait for each at most `timeout` or the group's timeout as it is now; raises LostRankError."""
+        if not timeout and self._options is not None:
+            timeout = self._options._timeout
+        at = 0
+        began = 0.0
+        try:
+            for at, work in enumerate(self):  # noqa: B007
+                began = time.monotonic()
+                work.wait(*[timeout] if timeout else [])
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise LostRankError(self.peers[at], error, time.monotonic() - began) from None
 
     def is_completed(self) -> bool:
         """Whether all are known to be done; gloo knows it of a message that was waited for."""
         return all(work.is_completed() for work in self)
 
 
-def wait_for(moving: Sequence[Waitable], *timeout: timedelta) -> None:
-    """Wait for messages, for each at most `timeout` or the group's timeout as it is now; raises LostRankError."""
-    if not timeout and isinstance(moving, Moving) and moving.options is not None:
-        timeout = (moving.options._timeout,)
-    at = 0
-    began = 0.0
-    try:
-        for at, waitable in enumerate(moving):  # noqa: B007
-            began = time.monotonic()
-            waitable.wait(*timeout)
-    except RuntimeError as error:
-        if isinstance(error, CollectiveError):
-            raise
-        peer = moving.peers[at] if isinstance(moving, Moving) else None
-        raise LostRankError(peer, error, time.monotonic() - began) from None
+Stages = Generator[Moving, None, None]  # work that yields, between its stages, the messages that it waits for
 
 
 def _tag(sequence: int, fingerprint: int | None) -> int:
@@ -133,10 +127,10 @@ class Transport:
     share: Callable[[bytes], list[bytes]]  # the rows of all ranks, which are equally long; raises LostRankError
     close: Callable[[], None]  # closes the connections of the group: all who wait for a message get an error
     # Matrices of wires, one row per rank. On a stream: as collectives on the current stream, which waits for them.
-    # Elsewhere so many bytes of each rank's row travel (used_R), under a tag, and what moves is returned.
+    # Elsewhere so many bytes of each rank's row travel (used_R), under a tag.
     # (received, sent, used_R, tag): row r of what is received = this rank's row of what rank r sent
-    all_to_all: Callable[..., "Moving | None"]
-    all_gather: Callable[..., "Moving | None"]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
+    all_to_all: Callable[..., Moving]
+    all_gather: Callable[..., Moving]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
     broadcast: Callable[[Tensor, int], None]  # on a stream only: all = the source's
     exchange_rows: Callable[..., None]  # on a stream only: all_to_all of rows of any lengths, in bytes
 
@@ -172,8 +166,8 @@ class Transport:
         group = self._group()
         return group is not None and group in dist.distributed_c10d._world.pg_map
 
-    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
-        """Start sending and receiving. Buffers belong to the transport until the returned works have been waited for.
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
+        """Start sending and receiving. Buffers belong to the transport until the messages have been waited for.
 
         `lengths`: what ranks have to agree on pair by pair, of the sends and of the receives, where calls that differ
         in it have to be kept apart; see `draw_tags`.
@@ -182,13 +176,13 @@ class Transport:
 
     def send_recv(self, sends: Messages, receives: Messages, tag: int) -> Moving:
         """Start messages that no third rank knows of: one, or the batch of a caller, under `pair_tag`s."""
-        return Moving(self.exchange(sends, receives, tag), [rank for rank, _ in (*receives, *sends)], self._options)
+        return self.exchange(sends, receives, tag)
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         """Start receiving a message from whichever rank sends one with this tag."""
         raise CollectiveError("NCCL cannot receive from any source: pass src or group_src")
 
-    def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
+    def gather(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
         others = others_first(self.rank, self.world)[:-1]
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
@@ -306,7 +300,7 @@ class PairTransport(Transport):
         for hop in hops(self.world):
             received = torch.empty_like(most)
             to = (self.rank + hop) % self.world
-            wait_for(self._start([(to, most)], [((self.rank - hop) % self.world, received)], tag))
+            self._start([(to, most)], [((self.rank - hop) % self.world, received)], tag).wait()
             most = torch.maximum(most, received)
         found: list[int] = most.tolist()
         return found
@@ -315,7 +309,7 @@ class PairTransport(Transport):
         local = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.world)]
         others = [rank for rank in range(self.world) if rank != self.rank]
-        wait_for(self._start([(r, local) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
+        self._start([(r, local) for r in others], [(r, rows[r]) for r in others], self.draw_tags()).wait()
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
@@ -369,7 +363,7 @@ class StreamTransport(Transport):
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> Moving:
         self._moved(sent.numel() - sent.numel() // self.world)
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
@@ -379,17 +373,17 @@ class StreamTransport(Transport):
                 (received[half:] if self.rank else received[:half]).copy_(kept)
             else:
                 _finish(group_all_to_all(self.group, received, sent, (), (), _TO_ALL))
+        return Moving()
 
-    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> None:
+    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> Moving:
         self._moved(whole.numel() - own.numel())
         with range_of("thinwire::wire"):
             _finish(group_all_gather(self.group, whole, own, _GATHER))
+        return Moving()
 
     def broadcast(self, whole: Tensor, source: int) -> None:
-        if self.rank == source:
-            self.sent += whole.numel()
-        else:
-            self.received += whole.numel()
+        sent = whole.numel() if self.rank == source else 0
+        self._moved(sent, whole.numel() - sent)
         options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
@@ -397,37 +391,35 @@ class StreamTransport(Transport):
             _finish(self.group.broadcast([whole], options))
 
     def exchange_rows(self, received: Tensor, sent: Tensor, received_R: Sequence[int], sent_R: Sequence[int]) -> None:
-        self.sent += sum(sent_R) - sent_R[self.rank]
-        self.received += sum(received_R) - received_R[self.rank]
+        self._moved(sum(sent_R) - sent_R[self.rank], sum(received_R) - received_R[self.rank])
         _finish(group_all_to_all(self.group, received, sent, received_R, sent_R, _TO_ALL))
 
-    def _moved(self, nbytes: int) -> None:
-        self.sent += nbytes
-        self.received += nbytes
+    def _moved(self, sent: int, received: int | None = None) -> None:
+        self.sent += sent
+        self.received += sent if received is None else received
 
-    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """One group of sends and receives; NCCL has no tags."""
         self.count(sends, receives)
-        return self._together(sends, receives) if sends or receives else []
+        return self._together(sends, receives) if sends or receives else Moving()
 
-    def _together(self, sends: Messages, receives: Messages) -> list[Waitable]:
+    def _together(self, sends: Messages, receives: Messages) -> Moving:
         """What torch's batch_isend_irecv does, also for a group that torch does not list: thinwire.group's inner."""
         group: Any = self.group
         group._start_coalescing(self.device)
         self._start(sends, receives)
-        return [group._end_coalescing(self.device)]
+        return Moving([group._end_coalescing(self.device)], [None])
 
     def send_recv(self, sends: Messages, receives: Messages, tag: int) -> Moving:
         """One alone goes as torch's own does: it waits for its pair of ranks only. The caller counts wires."""
-        if len(sends) + len(receives) > 1:
-            return Moving(self._together(sends, receives), [None])
-        return Moving(self._start(sends, receives), [rank for rank, _ in (*receives, *sends)])
+        return (self._together if len(sends) + len(receives) > 1 else self._start)(sends, receives)
 
-    def _start(self, sends: Messages, receives: Messages) -> list[Waitable]:
+    def _start(self, sends: Messages, receives: Messages) -> Moving:
         works = [self.group.recv([part], rank, 0) for rank, part in receives]
-        return [*works, *(self.group.send([part], rank, 0) for rank, part in sends)]
+        works += [self.group.send([part], rank, 0) for rank, part in sends]
+        return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
-    def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
+    def gather(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """NCCL's own all-gather, if all rows have one length and lie side by side."""
         nbytes = rows[0].numel()
         start = rows[0].data_ptr()
@@ -437,33 +429,33 @@ class StreamTransport(Transport):
             return super().gather(rows, tag)
         self._moved(nbytes * (self.world - 1))
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
-        return [group_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())]
+        return Moving([group_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())], [None])
 
     def agree(self, values: Sequence[int]) -> list[int]:
         most = torch.tensor(values, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        work: Any = self.group.allreduce([most], options)
-        self._await(work.is_completed)
-        work.wait()
+        self._await(self.group.allreduce([most], options))
         found: list[int] = most.tolist()
         return found
 
     def share(self, row: bytes) -> list[bytes]:
         local = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
         whole = local.new_empty(self.world * len(row))
-        work = group_all_gather(self.group, whole, local, c10d.AllgatherOptions())
-        self._await(work.is_completed)
-        work.wait()
+        self._await(group_all_gather(self.group, whole, local, c10d.AllgatherOptions()))
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
 
     def settle(self) -> None:
         if not torch.cuda.is_current_stream_capturing():
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))
-            self._await(done.query)
+            self._poll(done.query)
 
-    def _await(self, is_done: Callable[[], bool]) -> None:
+    def _await(self, work: Any) -> None:
+        self._poll(work.is_completed)
+        work.wait()
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
         """Wait for messages that other ranks may never send, for nearly the group's timeout at most."""
         deadline = time.monotonic() + _SOONER * timeout_s(self.group)
         pause = 1e-5
