@@ -141,35 +141,26 @@ class ReduceScatter(Operation):
         link = self._link
         spans = [lane.spec.chunking.span(index) for lane in self._lanes]
         some = [at for at, span in enumerate(spans) if span.numel]
-        specs = [self._lanes[at].spec for at in some]
-        sizes = [spec.codec.wire_bytes(spans[at].numel, spec.encoded) for at, spec in zip(some, specs, strict=True)]
+        sizes = [self._lanes[at].codec.wire_bytes(spans[at].numel, self._lanes[at].dtype) for at in some]
         stride = sum(sizes) + self._note
-        sent_WN = scratch.matrix(link.world, stride)
-        received_WN = scratch.matrix(link.world, stride)
+        sent_WN, received_WN = (scratch.matrix(link.world, stride) for _ in range(2))
+        sent_LWN, received_LWN = columns(sent_WN, sizes), columns(received_WN, sizes)
         parts = [
             _LaneRows(self._lanes[at], spans[at], Key(self._step, index, at).mixed(), link, stride, self._scale)
             for at in some
         ]
-        sent_fine = []
         for rank in others_first(link.rank, link.world):
-            wires = columns((received_WN if rank == link.rank else sent_WN)[rank], sizes)
-            for part, wire in zip(parts, wires, strict=True):
-                part.encode(rank, wire, scratch)
-                if self._note:
-                    sent_fine.append(rows.all_finite(part.job, wire))
-        if self._note:  # every message, and the own row, notes whether all that this rank sends is finite
-            fine_here = torch.stack(sent_fine).all().to(torch.uint8)
-            sent_WN[:, -NOTE_BYTES] = fine_here
-            received_WN[link.rank, -NOTE_BYTES] = fine_here
+            for part, wires_WN in zip(parts, sent_LWN, strict=True):
+                part.encode(rank, wires_WN[rank], scratch)
+        if self._note:  # every message notes whether all that this rank sends is finite
+            sent_WN[:, -NOTE_BYTES] = _finite(parts, sent_LWN)
+        received_WN[link.rank] = sent_WN[link.rank]
         peers = [rank for rank in range(link.world) if rank != link.rank and stride]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, received_WN[p]) for p in peers], self._tags[0])
-        fine = _all_true(received_WN[:, -NOTE_BYTES] == 1) if self._note else True
-        columns_WN = columns(received_WN, sizes)
+        fine = _known((received_WN[:, -NOTE_BYTES] == 1).all()) if self._note else True
         if self._on_finite is not None and parts:
-            pairs = zip(parts, columns_WN, strict=True)
-            found = [rows.all_finite(part.job, wires_WN, link.world) for part, wires_WN in pairs]
-            self._on_finite(_all_true(torch.stack(found)))
-        for at, part, wires_WN in zip(some, parts, columns_WN, strict=True):
+            self._on_finite(_known(_finite(parts, received_LWN)))
+        for at, part, wires_WN in zip(some, parts, received_LWN, strict=True):
             part.add(wires_WN, self._outputs[at], fine, scratch)
 
 
@@ -177,7 +168,7 @@ class _LaneRows:
     """A span of a lane's rows: on every rank, one of each rank's."""
 
     def __init__(self, lane: Lane, span: Span, mixed: int, link: Transport, stride: int, scale: float) -> None:
-        self.lane = lane
+        self._lane = lane
         self._span = span
         self._mixed = mixed
         self._link = link
@@ -192,7 +183,7 @@ class _LaneRows:
 
     def encode(self, rank: int, wire: Tensor, scratch: Scratch) -> None:
         """Write the wire of the row for a rank."""
-        lane = self.lane
+        lane = self._lane
         begin = rank * lane.spec.chunking.numel + self._span.begin
         span = Span(begin, begin + self._span.numel)
         x = lane.converted(lane.flat.read(span, scratch), scratch)
@@ -206,7 +197,7 @@ class _LaneRows:
     def add(self, wires_WN: Tensor, output: Flat, fine: Fine, scratch: Scratch) -> None:
         """Write the sum of all ranks' rows for this rank, and update what feedback remembers."""
         out = output.read(self._span, scratch)
-        total = out if out.dtype == self.lane.dtype else scratch.numbers(self._span.numel, self.lane.dtype)
+        total = out if out.dtype == self._lane.dtype else scratch.numbers(self._span.numel, self._lane.dtype)
         decode = rows.decoder(self.job, world=self._link.world, scale=self._scale)
         decode(wires_WN, total, None, None, mixed=self._mixed ^ self._link.rank)
         for memory in self._memories:
@@ -214,13 +205,17 @@ class _LaneRows:
             rows.remember(memory, self._feedback, 0, self._span.numel, total, False, self._scale, fine)
         if total is not out:
             out.copy_(total)
-        output.write(self._span, out)
 
 
-def _all_true(found: Tensor) -> Fine:
-    """Whether all are true: a bool on the CPU; on a GPU a tensor, for which the host does not wait."""
-    whole = found.all()
-    return bool(whole) if whole.is_cpu else whole
+def _finite(parts: Sequence[_LaneRows], wires_LWN: Sequence[Tensor]) -> Tensor:
+    """Whether all wires of all rows are."""
+    found = [rows.all_finite(part.job, wires, len(wires)) for part, wires in zip(parts, wires_LWN, strict=True)]
+    return torch.stack(found).all()
+
+
+def _known(fine: Tensor) -> Fine:
+    """A bool on the CPU; on a GPU the tensor, for which the host does not wait."""
+    return bool(fine) if fine.is_cpu else fine
 
 
 def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -241,28 +236,25 @@ class Gather(Operation):
         super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
-        pairs = zip(lanes, outputs_LW, strict=True)
-        self._chunkings_LW = [[replace(lane.spec.chunking, numel=flat.numel) for flat in row] for lane, row in pairs]
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         link = self._link
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
-        parts_LW = [[chunking.span(index) for chunking in row] for row in self._chunkings_LW]
-        pairs = zip(self._lanes, parts_LW, strict=True)
-        sizes_LW = [wire_sizes(lane.codec, parts, lane.flat.dtype) for lane, parts in pairs]
+        pairs = list(zip(self._lanes, self._outputs_LW, strict=True))
+        parts_LW = [[replace(n.spec.chunking, numel=flat.numel).span(index) for flat in row] for n, row in pairs]
+        sizes_LW = [wire_sizes(n.codec, parts, n.flat.dtype) for n, parts in zip(self._lanes, parts_LW, strict=True)]
         sizes_WL = list(zip(*sizes_LW, strict=True))
         wires = [scratch.take(sum(sizes)) for sizes in sizes_WL]
         wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
-        for at, lane in enumerate(self._lanes):
+        for at, (lane, _) in enumerate(pairs):
             part = parts_LW[at][link.rank]
             if part.numel:
                 lane.codec.encode(lane.flat.read(part, scratch), wires_WL[link.rank][at], step=keys[at].of(link.rank))
         yield link.gather(wires, self._tags[0])
-        for at, lane in enumerate(self._lanes):
+        for at, (lane, row) in enumerate(pairs):
             for rank, part in enumerate(parts_LW[at]):
                 if part.numel:
-                    out = self._outputs_LW[at][rank].read(part, scratch)
-                    lane.codec.decode(wires_WL[rank][at], out, step=keys[at].of(rank))
+                    lane.codec.decode(wires_WL[rank][at], row[rank].read(part, scratch), step=keys[at].of(rank))
 
 
 class Exchange(Operation):
@@ -280,21 +272,20 @@ class Exchange(Operation):
         key = Key(self._step, index)
         sends = self._messages(self._inputs, index, scratch)
         receives = self._messages(self._outputs, index, scratch)
-        for peer, wire, part in sends:
-            if part.numel:
-                codec.encode(self._inputs[peer].read(part, scratch), wire, step=key.of(link.rank))
+        for _, wire, x in sends:
+            if x.numel():
+                codec.encode(x, wire, step=key.of(link.rank))
         lengths = [self._inputs[p].numel for p, _, _ in sends], [self._outputs[p].numel for p, _, _ in receives]
         moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0], lengths)
         kept = Chunking(self._inputs[link.rank].numel, self._chunk).span(index)
         self._outputs[link.rank].read(kept, scratch).copy_(self._inputs[link.rank].read(kept, scratch))
         yield moving
-        for peer, wire, part in receives:
-            if part.numel:
-                out = self._outputs[peer].read(part, scratch)
-                codec.decode(wire, out, step=key.of(peer))
+        for peer, wire, x in receives:
+            if x.numel():
+                codec.decode(wire, x, step=key.of(peer))
 
-    def _messages(self, flats: Sequence[Flat], index: int, scratch: Scratch) -> list[tuple[int, Tensor, Span]]:
-        """(other rank, wire, span) of every message of a chunk.
+    def _messages(self, flats: Sequence[Flat], index: int, scratch: Scratch) -> list[tuple[int, Tensor, Tensor]]:
+        """(other rank, wire, numbers) of every message of a chunk.
 
         On gloo an empty one travels where ranks have nothing for each other: one that expects something waits for it.
         """
@@ -302,7 +293,7 @@ class Exchange(Operation):
         empty = index == 0 and not self._link.on_stream
         peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
         sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
-        return [(r, scratch.take(nbytes), spans[r]) for r, nbytes in zip(peers, sizes, strict=True)]
+        return [(r, scratch.take(n), flats[r].read(spans[r], scratch)) for r, n in zip(peers, sizes, strict=True)]
 
 
 class Broadcast(Operation):
@@ -327,17 +318,19 @@ class Broadcast(Operation):
         parts = shards(Span(0, span.numel), len(others), codec.unit)
         wires = [scratch.take(size) for size in wire_sizes(codec, parts, x.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
+        pieces = [
+            (x[slice(*part)], wire, key.of(shard))
+            for shard, (part, wire) in enumerate(zip(parts, wires, strict=True))
+            if part.numel
+        ]
         if link.rank == self._source:
-            for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
-                if part.numel:
-                    codec.encode(x[part.begin : part.end], wire, step=key.of(shard))
+            for piece, wire, step in pieces:
+                codec.encode(piece, wire, step=step)
             yield link.exchange(list(shares.items()), [], self._tags[0])
         else:
             share = shares.pop(link.rank, None)
             yield link.exchange([], [] if share is None else [(self._source, share)], self._tags[0])
             sends = [] if share is None else [(rank, share) for rank in others if rank != link.rank]
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
-        for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
-            if part.numel:
-                codec.decode(wire, x[part.begin : part.end], step=key.of(shard))
-        self._lane.flat.write(span, x)
+        for piece, wire, step in pieces:
+            codec.decode(wire, piece, step=step)
