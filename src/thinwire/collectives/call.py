@@ -5,8 +5,8 @@ like an earlier one is found by its raw arguments, before anything is checked or
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,32 +46,36 @@ def issue_call(
     return IssuedCall(channel, site, plan or _NO_PLAN, outputs, step, async_op, most_sent)
 
 
-def issue_known(
-    verb: str,
-    tensors: Sequence[Tensor],
-    group: Group,
-    step: int | None,
-    codec: object,
-    algorithm: str,
-    *how: object,
-) -> IssuedCall | None:
-    """Issue a call like one remembered for these arguments; None if there is none. See [Note: Known calls].
+class Arguments(NamedTuple):
+    """What a verb was called with, as its caller gave it."""
 
-    `how`: the op of a sum, or the source of a broadcast.
-    """
-    members: Any = dist.group.WORLD if group is None else group
+    verb: str
+    tensors: Sequence[Tensor]
+    group: Group
+    codec: Any
+    algorithm: str
+    how: tuple[Any, ...] = ()  # the op of a sum, or the two names of a broadcast's source
+
+    @property
+    def kind(self) -> Hashable:
+        """What calls have in common that can have one plan."""
+        shapes = [tensor.shape for tensor in self.tensors]
+        return self.verb, self.codec, self.algorithm, self.how, self.tensors[0].dtype, *shapes
+
+
+def issue_known(given: Arguments, step: int | None) -> IssuedCall | None:
+    """Issue a call like one remembered for these arguments; None if there is none. See [Note: Known calls]."""
+    tensors = given.tensors
+    members: Any = dist.group.WORLD if given.group is None else given.group
     try:
         channel = known_channel(members, tensors[0].device)
-        if channel is None:
-            return None
-        dtype = tensors[0].dtype
-        plan = channel.known.get((verb, codec, algorithm, how, dtype, *[tensor.shape for tensor in tensors]))
+        plan = None if channel is None else channel.known.get(given.kind)
     except (TypeError, AttributeError, IndexError):  # wrong arguments: the checks raise for them
         return None
-    if plan is None:
+    if channel is None or plan is None:
         return None
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.dtype != dtype or tensor.device != channel.device:
+        if type(tensor) not in _PLAIN or tensor.dtype != tensors[0].dtype or tensor.device != channel.device:
             return None
         if tensor.requires_grad or not tensor.is_contiguous():
             return None
@@ -80,16 +84,13 @@ def issue_known(
     return issue_call(channel, plan.text, plan, step=step)
 
 
-def remember(
-    call: IssuedCall, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object
-) -> None:
+def remember(call: IssuedCall, given: Arguments) -> None:
     """From now on `issue_known` finds the plan of calls like this one, unless all calls are compared."""
     channel = call.channel
-    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
+    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in given.tensors):
         return
-    if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
-        key = verb, codec, algorithm, how, tensors[0].dtype, *[tensor.shape for tensor in tensors]
-        bounded(channel.known)[key] = call.plan
+    if not any(type(part) is dist.ReduceOp for part in given.how):  # one with a factor, which is not compared
+        bounded(channel.known)[given.kind] = call.plan
 
 
 def issue_planned(
@@ -97,21 +98,20 @@ def issue_planned(
     key: PlanKey,
     step: int | None,
     trial: Trial,
-    shares: Sequence[int],
     lengths: Lengths | None = None,
     mesh: DeviceMesh | None = None,
 ) -> IssuedCall:
     """Issue a call with its plan: compared and decided the first time, looked up afterwards.
 
-    `trial` and `shares`: what is timed where the fastest algorithm is asked for. Ranks may measure together to decide;
-    if one fails, the others raise its error too. `mesh`: of nodes, for a sum.
+    `trial`: what is timed where the fastest algorithm is asked for. Ranks may measure together to decide; if one fails,
+    the others raise its error too. `mesh`: of nodes, for a sum.
     """
     text = str(key)
     plan = channel.plans.get(text)
     call = issue_call(channel, text, plan, step=step, lengths=lengths, anew=plan is None)
     if plan is not None:
         return call
-    choose = fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial, shares)
+    choose = fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial)
     decide = functools.partial(plan_call, key, channel.transports, mesh, call.most_sent, choose)
     call.plan = channel.plans[text] = channel.failures.guard(call.site, decide)
     return call

@@ -24,16 +24,18 @@ _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
 _SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements, or bytes of a message
 Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
-# A verb, called with tensors, a codec, an algorithm and a step; tensor i holds `shares[i]` ranks' parts of a message.
-Trial = Callable[..., object]
+Trial = Callable[..., object]  # a verb, called with tensors, a codec, an algorithm and a step
+# Whether each of a trial's tensors holds all ranks' parts of the message, or one.
+_WHOLE = {"all_gather": (True, False), "reduce_scatter": (False, True), "all_to_all": (True, True)}
 
 
-def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial, shares: Sequence[int]) -> Choose:
+def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial) -> Choose:
     """For a plan: the fastest algorithm for a message of `numel` elements, measured if it has not been yet."""
 
     def prepare(codecs: tuple[Codec, ...], algorithm: str, size: int) -> Callable[[], object]:
         part = -(-size // channel.world)
-        tensors = [torch.linspace(-1, 1, part * share, device=channel.device).to(dtype) for share in shares]
+        numels = [part * (channel.world if whole else 1) for whole in _WHOLE.get(verb, (True,))]
+        tensors = [torch.linspace(-1, 1, each, device=channel.device).to(dtype) for each in numels]
         codec = codecs[0] if len(codecs) == 1 else codecs
         return functools.partial(trial, *tensors, codec=codec, algorithm=algorithm, step=0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, groups, measuring, operations, torch_verbs
-from thinwire.collectives.call import issue_call, issue_known, issue_planned, remember
+from thinwire.collectives.call import Arguments, issue_call, issue_known, issue_planned, remember
 from thinwire.collectives.channel import Channel, IssuedCall, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
@@ -33,24 +33,19 @@ def _call(
     verb: Callable[..., Any],
     plain: Callable[..., Work | None],
     operation: Callable[..., Operation],
-    given: Sequence[Tensor],
-    group: Group,
-    async_op: bool,
-    codec: Codecs,
-    algorithm: str,
+    given: Arguments,
     step: int | None,
-    *how: Any,
-    whole: int = 0,
+    async_op: bool,
 ) -> Work | None:
     """Issue and carry out a call of a verb whose tensors have fixed shares of its message.
 
-    `plain` and `operation`: torch's own verb, and what makes the operation. `how`: the op of a sum, or the two names of
-    a broadcast's source. `whole`: which tensor has all ranks' parts of the message; another one has one.
+    `plain` and `operation`: torch's own verb, and what makes the operation.
     """
-    call, parts = issue_known(verb.__name__, given, group, step, codec, algorithm, *how), given
+    tensors = given.tensors
+    call, parts = issue_known(given, step), tensors
     if call is None:
-        call, parts = _first_call(verb, given, group, codec, algorithm, step, how, whole)
-    call.outputs = given[:1] if len(given) == 2 and verb is not all_reduce_coalesced else given
+        call, parts = _first_call(verb, given, step)
+    call.outputs = tensors[:1] if len(tensors) == 2 and verb is not all_reduce_coalesced else tensors
     call.async_op = async_op
     if call.plan.program is not None:
         return call.channel.launch(call.plan.program, parts, call, written=len(call.outputs))
@@ -59,24 +54,16 @@ def _call(
     return call.channel.submit(operation(call, parts), call)
 
 
-def _first_call(
-    verb: Callable[..., Any],
-    given: Sequence[Tensor],
-    group: Group,
-    codec: Codecs,
-    algorithm: str,
-    step: int | None,
-    how: tuple[Any, ...],
-    whole: int,
-) -> tuple[IssuedCall, Sequence[Tensor]]:
+def _first_call(verb: Callable[..., Any], given: Arguments, step: int | None) -> tuple[IssuedCall, Sequence[Tensor]]:
     """Check and issue a call that is not known by its arguments; return it with views of its tensors."""
-    name, is_sum = verb.__name__, verb in (all_reduce, all_reduce_coalesced)
-    parts = checks.check_tensors(given, name, outputs=len(given) if is_sum else 1, step=step)
+    name, tensors, group, codec, algorithm, how = given
+    is_sum = verb in (all_reduce, all_reduce_coalesced)
+    whole = 1 if verb is reduce_scatter_tensor else 0  # the tensor with all ranks' parts; another one has one
+    parts = checks.check_tensors(tensors, name, outputs=len(tensors) if is_sum else 1, step=step)
     channel = channel_of(group if is_sum else groups.resolve(group), parts[0].device)
     lengths = tuple(part.numel() for part in parts)
     codecs = checks.codecs_for(codec, (sum(lengths),) if is_sum and len(parts) > 1 else parts[whole].shape)
     key = PlanKey(name, lengths if is_sum else lengths[-1:], parts[0].dtype, codecs, algorithm)
-    shares = [channel.world if at == whole else 1 for at in range(1 if is_sum else len(parts))]
     trial: Callable[..., Any] = functools.partial(all_reduce if is_sum else verb, group=group)
     if verb is broadcast:
         key = key._replace(source=_source(channel, *how))
@@ -89,8 +76,8 @@ def _first_call(
             f"{name}: {large} must have {channel.world} times the elements of {small}, "
             f"got {lengths[whole]} and {lengths[1 - whole]}"
         )
-    call = issue_planned(channel, key, step, trial, shares, mesh=groups.mesh_of_nodes(group) if is_sum else None)
-    remember(call, name, given, codec, algorithm, *how)
+    call = issue_planned(channel, key, step, trial, mesh=groups.mesh_of_nodes(group) if is_sum else None)
+    remember(call, given)
     return call, parts
 
 
@@ -113,8 +100,8 @@ def all_reduce(
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     Example: thinwire.all_reduce(grad, dist.ReduceOp.AVG, codec="lloyd4")
     """
-    how = (tensor,), group, async_op, codec, algorithm, step, op
-    return _call(all_reduce, torch_verbs.all_reduce, _sum, *how)
+    given = Arguments("all_reduce", (tensor,), group, codec, algorithm, (op,))
+    return _call(all_reduce, torch_verbs.all_reduce, _sum, given, step, async_op)
 
 
 def all_reduce_coalesced(
@@ -128,8 +115,8 @@ def all_reduce_coalesced(
     step: int | None = None,
 ) -> Work | None:
     """Sum several tensors of one dtype in one message: thinwire.all_reduce_coalesced([a, b], codec="int8")."""
-    how = list(tensors), group, async_op, codec, algorithm, step, op
-    return _call(all_reduce_coalesced, torch_verbs.all_reduce, _sum, *how)
+    given = Arguments("all_reduce_coalesced", list(tensors), group, codec, algorithm, (op,))
+    return _call(all_reduce_coalesced, torch_verbs.all_reduce, _sum, given, step, async_op)
 
 
 def _sum(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
@@ -162,8 +149,8 @@ def reduce_scatter_tensor(
             raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
         _scatter_fed_back(output, input, op, group, codec, step, feedback)
         return None
-    how = (output, input), group, async_op, codec, algorithm, step, op
-    return _call(reduce_scatter_tensor, torch_verbs.reduce_scatter, _scatter, *how, whole=1)
+    given = Arguments("reduce_scatter_tensor", (output, input), group, codec, algorithm, (op,))
+    return _call(reduce_scatter_tensor, torch_verbs.reduce_scatter, _scatter, given, step, async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -225,8 +212,8 @@ def all_gather_into_tensor(
             gather(difference, algorithm="compressed" if algorithm == "auto" else algorithm)
             feedback.add_to(output_tensor.detach())
         return None
-    how = (output_tensor, input_tensor), group, async_op, codec, algorithm, step
-    return _call(all_gather_into_tensor, torch_verbs.all_gather, _gather, *how)
+    given = Arguments("all_gather_into_tensor", (output_tensor, input_tensor), group, codec, algorithm)
+    return _call(all_gather_into_tensor, torch_verbs.all_gather, _gather, given, step, async_op)
 
 
 all_gather_single = all_gather_into_tensor
@@ -261,7 +248,7 @@ def all_gather(
             f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
-    call = issue_planned(channel, key, step, functools.partial(all_gather_into_tensor, group=group), (len(sizes), 1))
+    call = issue_planned(channel, key, step, functools.partial(all_gather_into_tensor, group=group))
     call.outputs, call.async_op = tensor_list, async_op
     if not call.plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input)
@@ -286,8 +273,8 @@ def broadcast(
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     Example: thinwire.broadcast(weights, src=0, codec="bf16")
     """
-    how = (tensor,), group, async_op, codec, algorithm, step, src, group_src
-    return _call(broadcast, torch_verbs.broadcast, _broadcast, *how)
+    given = Arguments("broadcast", (tensor,), group, codec, algorithm, (src, group_src))
+    return _call(broadcast, torch_verbs.broadcast, _broadcast, given, step, async_op)
 
 
 def _broadcast(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
@@ -329,7 +316,8 @@ def all_to_all_single(
     target, source = output, input
     outputs: Sequence[Tensor] = ()
     inputs: Sequence[Tensor] = ()
-    call = issue_known("all_to_all", (output, input), group, step, codec, algorithm) if is_even else None
+    given = Arguments("all_to_all", (output, input), group, codec, algorithm)
+    call = issue_known(given, step) if is_even else None
     if call is None:
         target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
         channel = channel_of(groups.resolve(group), target.device)
@@ -341,7 +329,7 @@ def all_to_all_single(
         if is_even and source.numel():
             if call.plan.even is not None:
                 call.plan = replace(call.plan, program=call.plan.even(source.numel() // channel.world))
-            remember(call, "all_to_all", (output, input), codec, algorithm)
+            remember(call, given)
     plan = call.plan
     call.outputs, call.async_op = [output], async_op
     if plan.program is not None and is_even and source.numel():
@@ -430,7 +418,7 @@ def _issue_exchange(
         this_rank = channel.failures.this_rank
         raise CollectiveError(f"{this_rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     trial = functools.partial(all_to_all_single, group=group)
-    return issue_planned(channel, key, step, trial, (channel.world, channel.world), (sent, received))
+    return issue_planned(channel, key, step, trial, (sent, received))
 
 
 def _exchange(call: IssuedCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work | None:
@@ -472,6 +460,6 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
         codecs = (checks.codec_for(codec, part.shape),)
         issue_call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
         trial = functools.partial(all_reduce, group=members)
-        choose = measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial, (channel.world,))
+        choose = measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial)
         choose(codecs, to_choose_from(codecs))
     return explain(tensor, members, codec=codec)
