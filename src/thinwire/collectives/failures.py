@@ -17,6 +17,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import secrets
@@ -174,8 +175,7 @@ class Handshake:
         checksums = any(link.has_checksums for link in self._links)
         debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(checksums)}"
         settings = f"thinwire {__version__}, wire format {wire.VERSION}, {debug}{self._mesh}"
-        details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
-        description = _PART.join((site.text, settings, details))
+        description = _PART.join((site.text, settings, json.dumps(lengths)))
         fingerprint = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
         compare = functools.partial(self._compared, description, fingerprint, lengths is not None)
         on_stream = any(link.on_stream for link in self._links)
@@ -192,8 +192,8 @@ class Handshake:
             note.cancel()
         if alike and lengths is None:
             return 0
-        calls, versions, details_R = zip(*(text.split(_PART) for text in described), strict=True)
-        sent_R, expected_R = zip(*(_parsed(text) for text in details_R), strict=True) if alike else ((), ())
+        calls, versions, lengths_R = zip(*(text.split(_PART) for text in described), strict=True)
+        sent_R, expected_R = zip(*map(json.loads, lengths_R), strict=True) if alike else ((), ())
         both = _unfit(sent_R, expected_R, ours.named) if alike else _differing(calls, versions, ours.named)
         if both is not None:
             raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
@@ -217,11 +217,6 @@ class Handshake:
         for link in self._links:
             row = _RANK.encode().join(link.share(row))
         return alike, [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]
-
-
-def _parsed(details: str) -> Lengths:
-    sent, expected = ([int(numel) for numel in side.split(",")] for side in details.split("/"))
-    return sent, expected
 
 
 def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]], name: Name) -> str | None:

@@ -196,7 +196,7 @@ class _Transfer:
             return
         if self.coder is not None:
             peer = self.request.peer
-            source: int = moving[0]._source_rank() if peer is None else peer  # type: ignore[attr-defined]
+            source: int = moving[0]._source_rank() if peer is None else peer
             self.coder.decode(self.wire, self._whole.view(-1), step=Key(self.step, 0).of(source))
         if self._whole.data_ptr() != self.part.data_ptr():
             self.part.copy_(self._whole)

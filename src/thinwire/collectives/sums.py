@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
 from thinwire.collectives.checks import check_recodes
-from thinwire.collectives.chunks import Span, aligned
+from thinwire.collectives.chunks import Scratch, Span, aligned
 from thinwire.collectives.lane import Key, Lane, LaneSpec
 from thinwire.collectives.programs import job_of
 from thinwire.collectives.transport import Moving, Stages, Transport
@@ -111,16 +111,14 @@ class SumChunk:
         self.stride = stride = sum(sizes)
         self._starts = _ascending(sizes)
         self._matrix = link.world * self.stride
-        self._rows_end = (2 if two_phase else 1) * self._matrix
         self.kernels = [SumKernels(*pair, link, scale, stride, two_phase=two_phase, fused=fused) for pair in pairs]
         self._local_sizes = [lane.job.layout(lane.row).nbytes for lane in self.kernels]
         # Lanes without feedback may be Picked: encoded before the first lane, where they leave zeros, decoded after it.
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
-        self._nothing: list[Memory | None] = [None] * len(lanes)
         self._used_R = [self._used(rank) for rank in range(link.world)]
         self.floats = [(lane.left, torch.float32) for lane in self.kernels]
-        self.nbytes = self._rows_end + _nbytes(self.floats)  # of its scratch
+        self.nbytes = (1 + two_phase) * self._matrix + _nbytes(self.floats)  # of its scratch
 
     @property
     def sent_bytes(self) -> int:
@@ -146,7 +144,10 @@ class SumChunk:
         (across nodes, inside) nothing is sent: kernels are to be compiled. A stream waits by itself.
         """
         link = self._link
-        kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
+        kept: Sequence[Memory | None] = [None] * len(xs)
+        if memories is not None:  # what is left goes to x itself, or to scratch if x has too few bits
+            lefts = [left if left.numel() else x for x, left in zip(xs, views.floats_L, strict=True)]
+            kept = [memory and memory._replace(left=left) for memory, left in zip(memories, lefts, strict=True)]
         sent_L = views.sent_L if self._two_phase else views.local_L
         for i in self._last_first[::-1]:
             look = () if watches is None or self._outer_watched else (watches[i],)
@@ -184,10 +185,10 @@ class SumChunk:
 
     def split(self, buffer: Tensor) -> Views:
         """One or two matrices of rows, then the floats."""
-        sizes = [aligned(numel * dtype.itemsize) for numel, dtype in self.floats]
-        parts = buffer[self._rows_end : self._rows_end + sum(sizes)].split(sizes)
-        floats_L = [part.view(dtype)[:numel] for part, (numel, dtype) in zip(parts, self.floats, strict=True)]
-        return self.views(buffer[: self._matrix], buffer[self._rows_end - self._matrix : self._rows_end], floats_L)
+        scratch = Scratch(buffer)
+        sent = scratch.take(self._matrix)
+        received = scratch.take(self._matrix) if self._two_phase else sent
+        return self.views(sent, received, [scratch.numbers(*each) for each in self.floats])
 
     def _used(self, row: int) -> int:
         """How much of a row is used, up to the last wire in it."""
@@ -206,14 +207,6 @@ def _ascending(sizes: Sequence[int]) -> list[int]:
 
 def _nbytes(floats: Sequence[tuple[int, torch.dtype]]) -> int:
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in floats)
-
-
-def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
-    """The memories with a place for `left`: x itself, or scratch if x has too few bits."""
-    return [
-        memory and memory._replace(left=left if left.numel() else x)
-        for memory, x, left in zip(memories, xs, lefts, strict=True)
-    ]
 
 
 class NodesChunk(SumChunk):

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,16 +49,6 @@ _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host 
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 
 
-class Waitable(Protocol):
-    """Something under way."""
-
-    def wait(self, *timeout: Any) -> object:
-        """Return when it is done (on a stream: make the current stream wait)."""
-
-    def is_completed(self) -> bool:
-        """Whether it is known to be done."""
-
-
 class LostRankError(RuntimeError):
     """A message did not come, or could not be sent. The caller knows in which call, and reports it."""
 
@@ -77,10 +67,10 @@ def lost_in(error: BaseException) -> LostRankError | None:
     return LostRankError(None, error) if isinstance(error, dist.DistBackendError) else None
 
 
-class Moving(list[Waitable]):
-    """Messages under way, and the ranks at their other ends."""
+class Moving(list[Any]):
+    """Messages under way (torch's works, or Arrivals), and the ranks at their other ends."""
 
-    def __init__(self, works: Iterable[Waitable] = (), peers: Sequence[int | None] = (), options: Any = None) -> None:
+    def __init__(self, works: Iterable[Any] = (), peers: Sequence[int | None] = (), options: Any = None) -> None:
         super().__init__(works)
         self.peers = peers  # None: a message from any source, or several messages
         self._options = options  # of the backend, whose timeout may change: gloo's messages know the first one alone
@@ -219,7 +209,7 @@ def _compare_checksums(part: Tensor, sums: Tensor, sender: str) -> None:
 class Arrival:
     """A message that is checked or copied (`then`) once it has arrived."""
 
-    works: Sequence[Waitable]
+    works: Sequence[Any]
     then: Callable[[], object]
 
     def wait(self, *timeout: timedelta) -> None:
@@ -262,7 +252,7 @@ class PairTransport(Transport):
         """Start messages; raises LostRankError if a connection is known to be closed."""
         tags_out, tags_in = _tags(tag, lengths)
         group = self.group
-        works: list[Waitable] = []
+        works: list[Any] = []
         rank = 0
         try:
             for (rank, part), tag in zip(receives, tags_in, strict=False):

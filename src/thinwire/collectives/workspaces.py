@@ -9,21 +9,12 @@ the order in which they were started, on whatever stream.
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import CollectiveError
-
-
-class User(Protocol):
-    """What uses the first `nbytes` of a workspace, split into views."""
-
-    nbytes: int
-
-    def split(self, buffer: Tensor) -> Any:
-        """The views of a buffer."""
 
 
 class Workspace:
@@ -33,7 +24,7 @@ class Workspace:
         self.device = device
         self.dry_run = device.type == "meta"  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._views: weakref.WeakKeyDictionary[User, Any] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -42,8 +33,8 @@ class Workspace:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
-    def views(self, user: User) -> Any:
-        """The views of a user, made once."""
+    def views(self, user: Any) -> Any:
+        """What `user.split` makes of the first `user.nbytes`, kept while the buffer is."""
         buffer = self.reserve(user.nbytes)
         found = self._views.get(user)
         if found is None:

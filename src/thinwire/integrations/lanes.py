@@ -82,8 +82,7 @@ def _lane(
     edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
     starts = [edges[i] for i in members if i - 1 not in inside]
     ends = [edges[i + 1] for i in members if i + 1 not in inside]
-    scattered = len(starts) > 1 and not aside
-    spec = specs[own[0]]._replace(numel=sum(piece.numel for piece in pieces), scattered=scattered)
+    spec = specs[own[0]]._replace(numel=sum(piece.numel for piece in pieces), scattered=len(starts) > 1 and not aside)
     return BucketLane(spec, pieces, tuple(zip(starts, ends, strict=True)), aside)
 
 
