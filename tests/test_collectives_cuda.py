@@ -31,9 +31,9 @@ def submit_sum(channel: Channel, codec: Codec, algorithm: str, x: Tensor) -> Any
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
     lane = LaneSpec(x.numel(), codec, codec, dtype=x.dtype, chunking=chunks.Chunking(x.numel(), 16_384))
     program = SumProgram([channel.transport], algorithm, [lane], 1.0, fused=False)
-    plan = CallPlan("all_reduce", [lane], program.scratch_bytes)
+    plan = CallPlan("all_reduce", [lane], program.scratch_bytes, sum=program)
     call = issue_call(channel, "all_reduce", plan, outputs=[x], step=7, async_op=True)
-    return channel.submit(AllReduce(call, [Lane(lane, Flat([x]))], program), call)
+    return channel.submit(AllReduce(call, [Lane(lane, Flat([x]))]), call)
 
 
 def nccl_channel() -> Channel:

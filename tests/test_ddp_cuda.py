@@ -84,10 +84,10 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", [spec], program.scratch_bytes)
+        plan = CallPlan("all_reduce", [spec], program.scratch_bytes, sum=program)
         call = issue_call(channel, "all_reduce", plan, outputs=[x], step=step, async_op=True)
         lane = Lane(spec, Flat([x]), carry)
-        channel.submit(AllReduce(call, [lane], program, told.append), call).wait()
+        channel.submit(AllReduce(call, [lane], told.append), call).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -190,7 +190,7 @@ class RehearsedSum:
             self._shelves.append(self._new_shelf(chunk.stride))
         seat.shelf = shelf = self._shelves[index]
         floats = [torch.empty(numel, dtype=dtype, device=seat.device) for numel, dtype in chunk.floats]
-        parts = [(loaded[i], span) for i, span in zip(some, program.spans(index), strict=True)]
+        parts = program.parts(index, loaded)
         xs = [lane.flat.read(span, Scratch(shelf.sent)) for lane, span in parts]
         received = shelf.received_WWS[rank].view(-1) if self.bucket.algorithm == "two_phase" else shelf.sent
         views = chunk.views(shelf.sent, received, floats)

@@ -50,13 +50,13 @@ class _LaneMessage:
     """What sums and rows have in common: a plan, which the channel keeps for messages like this one."""
 
     def __init__(
-        self, channel: Channel, specs: Sequence[LaneSpec], plan: Callable[[], CallPlan], text: str, scale: float | None
+        self, channel: Channel, text: str, lanes: Sequence[LaneSpec], scale: float | None, plan: Callable[..., CallPlan]
     ) -> None:
         self.channel = channel
         self.text = text
-        key = text, tuple(specs), scale
+        key = text, tuple(lanes), scale
         if key not in channel.known:
-            bounded(channel.known)[key] = plan()
+            bounded(channel.known)[key] = plan(text, lanes, scale=scale)
         self._plan = channel.known[key]
         self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
 
@@ -112,10 +112,9 @@ class Message(_LaneMessage):
         self.dtype = like.dtype
         where = "" if nodes is None else f" in {nodes.inside}"
         text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
-        scale = 1.0 / channel.world
         lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
-        plan = functools.partial(sum_plan, text, lanes, channel.transports, self.algorithm, scale)
-        super().__init__(channel, specs, plan, text, scale)
+        plan = functools.partial(sum_plan, links=channel.transports, algorithm=self.algorithm)
+        super().__init__(channel, text, lanes, 1.0 / channel.world, plan)
 
     def run(
         self,
@@ -130,10 +129,9 @@ class Message(_LaneMessage):
 
         `copies`: at the end tensor = numbers for these (tensor, numbers).
         """
-        assert self._plan.sum is not None
         call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step, async_op=True)
         lanes = _loaded(self._plan, map(Flat, tensors_L), hooks)
-        operation = operations.AllReduce(call, lanes, self._plan.sum, hooks.on_finite, meter)
+        operation = operations.AllReduce(call, lanes, hooks.on_finite, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
         assert work is not None
@@ -163,9 +161,7 @@ class RowMessage(_LaneMessage):
         text = f"gather({lanes})" if scale is None else f"scatter({lanes}, scale={scale:g})"
         self.scale = scale
         typed = [spec._replace(dtype=like.dtype) for spec in specs]
-        super().__init__(
-            channel, specs, functools.partial(rows_plan, text, typed, channel.transport, scale=scale), text, scale
-        )
+        super().__init__(channel, text, typed, scale, functools.partial(rows_plan, link=channel.transport))
 
     def run(
         self,

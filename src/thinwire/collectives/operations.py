@@ -21,13 +21,14 @@ from thinwire.collectives.chunks import (
     Span,
     aligned,
     others_first,
+    scratch_limit,
     shards,
     wire_sizes,
 )
-from thinwire.collectives.lane import Key, Lane, LaneSpec
+from thinwire.collectives.lane import Key, Lane
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.programs import job_of
-from thinwire.collectives.sums import SumProgram, after
+from thinwire.collectives.sums import after
 from thinwire.collectives.transport import Moving, Stages, Transport
 from thinwire.kernels import rows
 from thinwire.kernels.rows import Feedback, Fine, Memory, is_fine
@@ -48,13 +49,10 @@ class AllReduce(Operation):
     """
 
     def __init__(
-        self,
-        call: IssuedCall,
-        lanes: Sequence[Lane],
-        program: SumProgram,
-        on_finite: OnFinite | None = None,
-        meter: Meter | None = None,
+        self, call: IssuedCall, lanes: Sequence[Lane], on_finite: OnFinite | None = None, meter: Meter | None = None
     ) -> None:
+        program = call.plan.sum
+        assert program is not None
         super().__init__(call, program.count, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._on_finite = on_finite
@@ -73,9 +71,9 @@ class AllReduce(Operation):
 
     def _sum(self, index: int, scratch: Scratch) -> Stages:
         """The stages of one span of every lane."""
-        some, chunk = self._program.chunks[index]
+        chunk = self._program.chunks[index][1]
         views = chunk.split(scratch.take(chunk.nbytes))
-        parts = [(self._lanes[i], span) for i, span in zip(some, self._program.spans(index), strict=True)]
+        parts = self._program.parts(index, self._lanes)
         sources = [lane.flat.read(span, scratch) for lane, span in parts]
         xs = [lane.converted(x, scratch) for (lane, _), x in zip(parts, sources, strict=True)]
         noted = self._on_finite is not None
@@ -260,11 +258,16 @@ class Gather(Operation):
 class Exchange(Operation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
-    def __init__(self, call: IssuedCall, lane: LaneSpec, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
+    def __init__(self, call: IssuedCall, outputs: Sequence[Flat], inputs: Sequence[Flat]) -> None:
+        (lane,) = call.plan.lanes
         self._codec = lane.codec
         self._chunk = lane.chunking.chunk
-        chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
-        super().__init__(call, chunks, outputs, inputs)
+        num_chunks = max(Chunking(flat.numel, self._chunk).num_chunks for flat in (*outputs, *inputs))
+        super().__init__(call, num_chunks, outputs, inputs)
+        sent = [flat.numel for flats in (outputs, inputs) for r, flat in enumerate(flats) if r != self._link.rank]
+        self.chunk_bytes = sum(lane.codec.wire_bytes(min(numel, self._chunk), lane.dtype) for numel in sent)
+        wire = sum(lane.codec.wire_bytes(numel, lane.dtype) for numel in sent)
+        self.scratch_bytes = scratch_limit(wire, self.chunk_bytes, self.chunk_bytes, -(-max(sent) // self._chunk))
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._codec
@@ -303,10 +306,11 @@ class Broadcast(Operation):
     one wire in either direction.
     """
 
-    def __init__(self, call: IssuedCall, lane: Lane, source: int) -> None:
+    def __init__(self, call: IssuedCall, lane: Lane) -> None:
         super().__init__(call, lane.spec.chunking.num_chunks, [lane.flat])
+        assert call.plan.source is not None
         self._lane = lane
-        self._source = source
+        self._source = call.plan.source
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._lane.codec

@@ -260,7 +260,7 @@ def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
 
 
 def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
-    """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
+    """The scratch of an exchange depends on the lengths of a call, which other ranks do not know."""
     per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
     chunking = Chunking(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
     plan = CallPlan(text, [lane._replace(chunking=chunking)])
@@ -268,16 +268,6 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
         return plan
     even = functools.lru_cache(maxsize=1024)(functools.partial(programs.exchange_program, link, lane))
     return replace(plan, program=functools.partial(programs.exchange_uneven, link, lane.codec), even=even)
-
-
-def sized(plan: CallPlan, lengths: Sequence[int]) -> CallPlan:
-    """The plan of an exchange, with the scratch that messages of these lengths take."""
-    (lane,) = plan.lanes
-    wire = sum(lane.codec.wire_bytes(numel, lane.dtype) for numel in lengths)
-    chunk_bytes = sum(lane.codec.wire_bytes(min(numel, lane.chunking.chunk), lane.dtype) for numel in lengths)
-    num_chunks = -(-max(lengths, default=1) // lane.chunking.chunk)
-    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
-    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
 def _check_torch_takes(dtype: torch.dtype, links: Sequence[Transport]) -> None:

@@ -311,9 +311,9 @@ class SumProgram:
         """Bytes of wires that this rank hands to the transport."""
         return sum(chunk.sent_bytes for _, chunk in self.chunks)
 
-    def spans(self, index: int) -> list[Span]:
-        """What of each lane is in a chunk, of those that have anything in it."""
-        return [self.chunkings[i].span(index) for i in self.chunks[index][0]]
+    def parts(self, index: int, lanes: Sequence[Any]) -> list[tuple[Any, Span]]:
+        """The lanes that have anything in a chunk, with their spans; instead of lanes, what belongs to each."""
+        return [(lanes[i], self.chunkings[i].span(index)) for i in self.chunks[index][0]]
 
     def begin(
         self,
@@ -351,10 +351,9 @@ class SumProgram:
         for index, (some, chunk) in enumerate(self.chunks):
             parts, pieces = xs, memories
             if self.count > 1:
-                pairs = list(zip(some, self.spans(index), strict=True))
-                parts = [xs[i].view(-1)[span.begin : span.end] for i, span in pairs]
+                parts = [x.view(-1)[slice(*span)] for x, span in self.parts(index, xs)]
                 if memories is not None:
-                    pieces = [(memory := memories[i]) and memory.part(*span) for i, span in pairs]
+                    pieces = [memory and memory.part(*span) for memory, span in self.parts(index, memories)]
             noted = None if bad is None else bad._replace(call=bad.call + index)
             steps = [mixed ^ (i << 48 | index << 16) for i in some]  # as lane.Key mixes them
             for _ in chunk.stages(space.views(chunk), parts, steps, tags, pieces, noted):

@@ -23,7 +23,7 @@ from thinwire.collectives.groups import Group
 from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import Hooks, RowMessage, row_operation
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, sized, to_choose_from
+from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, to_choose_from
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 from thinwire.feedback import RowCopy, RowFeedback
@@ -120,9 +120,7 @@ def all_reduce_coalesced(
 
 
 def _sum(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
-    plan = call.plan
-    assert plan.sum is not None
-    return operations.AllReduce(call, [Lane(plan.lanes[0], Flat(parts))], plan.sum)
+    return operations.AllReduce(call, [Lane(call.plan.lanes[0], Flat(parts))])
 
 
 def reduce_scatter_tensor(
@@ -278,9 +276,7 @@ def broadcast(
 
 
 def _broadcast(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
-    plan = call.plan
-    assert plan.source is not None
-    return operations.Broadcast(call, Lane(plan.lanes[0], Flat(parts)), plan.source)
+    return operations.Broadcast(call, Lane(call.plan.lanes[0], Flat(parts)))
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -426,11 +422,8 @@ def _exchange(call: IssuedCall, outputs: Sequence[Tensor], inputs: Sequence[Tens
     channel = call.channel
     if call.plan.program is not None:
         return channel.launch(call.plan.program, (*outputs, *inputs), call, written=len(outputs))
-    flats_out = [Flat([part]) for part in outputs]
-    flats_in = [Flat([part]) for part in inputs]
-    others = [rank for rank in range(channel.world) if rank != channel.transport.rank]
-    call.plan = sized(call.plan, [flats[rank].numel for flats in (flats_out, flats_in) for rank in others])
-    return channel.submit(operations.Exchange(call, call.plan.lanes[0], flats_out, flats_in), call)
+    flats = ([Flat([part]) for part in parts] for parts in (outputs, inputs))
+    return channel.submit(operations.Exchange(call, *flats), call)
 
 
 def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
