@@ -16,7 +16,7 @@ import replicas
 from cases import on_ranks
 from replicas import Given, Group, Shapes, backward, draw, flat, mean_of, residuals, wrap
 from thinwire import BlockInt, Lloyd, codec, compress_ddp
-from thinwire.collectives import channel as channels, failures, torch_verbs, transport
+from thinwire.collectives import channel as channels, peers, torch_verbs, transport
 from thinwire.integrations import sync
 from thinwire.integrations.choice import auto
 from thinwire.kernels import cpu
@@ -47,7 +47,7 @@ def test_all_lanes_travel_in_one_message(group: Group) -> None:
         model = wrap(Given(LAYERS), group, 1024.0)
         compress_ddp(model, optimizer="linear", **options)
         messages, shakes = [], []
-        with counted(transport.PairTransport, "exchange") as sent, counted(failures.Handshake, "check") as shaken:
+        with counted(transport.PairTransport, "exchange") as sent, counted(peers.Handshake, "check") as shaken:
             for step in range(4):
                 backward(model, draw(group.rank(), step, LAYERS))
                 messages.append(len(sent) - sum(messages))
@@ -134,7 +134,7 @@ def test_no_handshake_is_timed(group: Group) -> None:
     model = wrap(Given(), group)
     compress_ddp(model, "auto")
     counts: list[int] = []
-    with counted(failures.Handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
+    with counted(peers.Handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
         for step in range(RACE):
             backward(model, draw(group.rank(), step))
             counts.append(len(shaken) - sum(counts))

@@ -33,7 +33,7 @@ from cases import by_turns, in_time, on_ranks
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
-from thinwire.collectives import failures, transport
+from thinwire.collectives import peers, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 LATE_S = 1.5  # the timeout of groups in which a rank stops
 LONG_S = 60.0  # and of those in which it dies: nobody waits for so long
 SOON_S = 10.0  # until others know, on any machine; test_others_know_as_soon_as_with_torch looks more closely
-MARGIN_S = 1 + 2 * failures.ASK_S  # to look into the store, twice
+MARGIN_S = 1 + 2 * peers.ASK_S  # to look into the store, twice
 HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
 
 

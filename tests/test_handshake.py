@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import in_time, on_ranks
-from thinwire.collectives import failures, transport
+from thinwire.collectives import peers, transport
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.failures import Handshake
+from thinwire.collectives.peers import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
 Group = dist.ProcessGroup
@@ -124,7 +124,7 @@ def test_a_rank_that_waits_for_long_in_a_first_call_says_so(group: Group) -> Non
     model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
     handle = thinwire.compress_ddp(model, "int8")
     logged: list[str] = []
-    with patch.object(failures, "QUIET_S", 0.2), patch.object(failures, "announce", logged.append):
+    with patch.object(peers, "QUIET_S", 0.2), patch.object(peers, "announce", logged.append):
         time.sleep(group.rank())
         handle.state_dict(gather=True)
     waited = r"rank 0 has waited 0.2 s for the others in state_dict\(max, .*: all ranks have to call"
@@ -185,7 +185,7 @@ def test_ranks_of_different_settings_or_versions_are_told_so(group: Group) -> No
         text = said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
     assert "rank 0 runs thinwire" in text
     assert "wire format 1, THINWIRE_DEBUG=0, checksums=0; rank 1 runs" in text
-    with patch.object(failures, "__version__", f"0.{group.rank()}"):
+    with patch.object(peers, "__version__", f"0.{group.rank()}"):
         text = said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
     assert "rank 0 runs thinwire 0.0, wire format 1" in text
     assert "rank 1 runs thinwire 0.1, wire format 1" in text

@@ -26,7 +26,7 @@ from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel, IssuedCall
 from thinwire.collectives.chunks import Flat, Scratch, Span
-from thinwire.collectives.failures import CallSite
+from thinwire.collectives.peers import CallSite
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.transport import Moving, Stages

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.channel import Channel, IssuedCall, bounded, known_channel
 from thinwire.collectives.checks import check_step
-from thinwire.collectives.failures import CallSite, Lengths
 from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
+from thinwire.collectives.peers import CallSite, Lengths
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_call
 

@@ -22,8 +22,8 @@ from thinwire import kernels
 from thinwire.collectives import groups, transport as transports
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
-from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.groups import Group
+from thinwire.collectives.peers import CallSite, Failures, Handshake, Lengths
 from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.programs import Program, copying

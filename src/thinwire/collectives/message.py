@@ -84,7 +84,7 @@ def _described(specs: Sequence[LaneSpec], dtype: torch.dtype) -> str:
     return f"{named}; {str(dtype).removeprefix('torch.')}"
 
 
-class Message(_LaneMessage):
+class SumMessage(_LaneMessage):
     """A sum of lanes that travel together, in codecs that do not change.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
@@ -204,4 +204,4 @@ def row_operation(
     if scale is not None:
         return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], scale, hooks.on_finite)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
-    return operations.Gather(call, lanes, rows_LW)
+    return operations.AllGather(call, lanes, rows_LW)

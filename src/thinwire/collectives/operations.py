@@ -59,7 +59,7 @@ class AllReduce(Operation):
         self._program = program
         self._meter = meter
         if program.waits and not self._link.on_stream:
-            self.in_order = True
+            self.in_step = True
             self.num_chunks = 1
             self._each = aligned(self.chunk_bytes)  # of one
             self._slots = min(program.count, program.waits + 1)
@@ -67,7 +67,7 @@ class AllReduce(Operation):
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
-        return self._in_step(scratch) if self.in_order else self._sum(index, scratch)
+        return self._all_in_step(scratch) if self.in_step else self._sum(index, scratch)
 
     def _sum(self, index: int, scratch: Scratch) -> Stages:
         """The stages of one span of every lane."""
@@ -94,7 +94,7 @@ class AllReduce(Operation):
         if self._on_finite is not None:
             self._on_finite(is_fine(bad))
 
-    def _in_step(self, scratch: Scratch) -> Stages:
+    def _all_in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
         under_way: list[tuple[Stages, Moving]] = []  # the youngest first
         for place in itertools.count():
@@ -222,7 +222,7 @@ def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [wires_WN[..., begin:end] for begin, end in itertools.pairwise(edges)]
 
 
-class Gather(Operation):
+class AllGather(Operation):
     """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
     Rows may have any lengths; the chunks of a lane are those of the longest.
@@ -248,7 +248,7 @@ class Gather(Operation):
             part = parts_LW[at][link.rank]
             if part.numel:
                 lane.codec.encode(lane.flat.read(part, scratch), wires_WL[link.rank][at], step=keys[at].of(link.rank))
-        yield link.gather(wires, self._tags[0])
+        yield link.all_gather_rows(wires, self._tags[0])
         for at, (lane, row) in enumerate(pairs):
             for rank, part in enumerate(parts_LW[at]):
                 if part.numel:

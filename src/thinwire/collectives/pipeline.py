@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
-from thinwire.collectives.failures import CallSite, Failures
+from thinwire.collectives.peers import CallSite, Failures
 from thinwire.collectives.transport import Moving, Stages
 from thinwire.collectives.work import Work, serving
 from thinwire.collectives.workspaces import Workspace
@@ -42,7 +42,7 @@ _IDLE_S = 1.0  # how often an idle pipeline asks whether its group still exists
 class Operation:
     """One call of a verb: what its chunks do, how much scratch each of them needs, and who waits for it."""
 
-    in_order: bool = False  # see [Note: No deadlock]
+    in_step: bool = False  # see [Note: No deadlock]
     copies: Sequence[tuple[Tensor, Tensor]] = ()  # at the end tensor = numbers, for what was worked on elsewhere
     work: Work
     site: CallSite
@@ -188,7 +188,7 @@ class Pipeline:
             except StopIteration:
                 self._end(running)
             else:
-                if running.operation.in_order and is_resumed:
+                if running.operation.in_step and is_resumed:
                     self._under_way.appendleft(running)
                 else:
                     self._under_way.append(running)

@@ -174,7 +174,7 @@ def rows_plan(
     if not link.on_stream or total or not all(map(_has_rows, chunked)):
         return plan
     if scale is None:
-        return replace(plan, program=programs.gather_program(link, lanes))
+        return replace(plan, program=programs.all_gather_program(link, lanes))
     return replace(plan, program=programs.scatter_program(link, lanes, scale))
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, groups
 from thinwire.collectives.channel import Channel, channel_of
-from thinwire.collectives.failures import CallSite
 from thinwire.collectives.lane import Key
+from thinwire.collectives.peers import CallSite
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.transport import LostRankError, Messages, Moving, pair_tag
 from thinwire.collectives.work import MessageWork, Work

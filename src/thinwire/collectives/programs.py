@@ -138,7 +138,7 @@ def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) ->
     return RowProgram(jobs, [rows.encoder(job) for job in jobs], link.all_to_all, decodes)
 
 
-def gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
+def all_gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
     """output = every rank's input, as decoded from its wire."""
     jobs = _jobs(link, lanes, link.world)
     encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in _jobs(link, lanes, 1)]

@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as c10d
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, IssuedCall, channel_of
 from thinwire.collectives.checks import SUM, Reduction
-from thinwire.collectives.failures import CallSite
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
+from thinwire.collectives.peers import CallSite
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 

@@ -172,7 +172,7 @@ class Transport:
         """Start receiving a message from whichever rank sends one with this tag."""
         raise CollectiveError("NCCL cannot receive from any source: pass src or group_src")
 
-    def gather(self, rows: Sequence[Tensor], tag: int) -> Moving:
+    def all_gather_rows(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
         others = others_first(self.rank, self.world)[:-1]
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
@@ -409,14 +409,14 @@ class StreamTransport(Transport):
         works += [self.group.send([part], rank, 0) for rank, part in sends]
         return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
-    def gather(self, rows: Sequence[Tensor], tag: int) -> Moving:
+    def all_gather_rows(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """NCCL's own all-gather, if all rows have one length and lie side by side."""
         nbytes = rows[0].numel()
         start = rows[0].data_ptr()
         if not nbytes or any(
             row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)
         ):
-            return super().gather(rows, tag)
+            return super().all_gather_rows(rows, tag)
         self._moved(nbytes * (self.world - 1))
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
         return Moving([group_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())], [None])

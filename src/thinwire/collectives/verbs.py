@@ -251,7 +251,7 @@ def all_gather(
     if not call.plan.lanes:
         return torch_verbs.all_gather_list(call, outputs, input)
     lane = Lane(call.plan.lanes[0], Flat([input]))
-    operation = operations.Gather(call, [lane], [[Flat([output]) for output in outputs]])
+    operation = operations.AllGather(call, [lane], [[Flat([output]) for output in outputs]])
     return channel.submit(operation, call)
 
 

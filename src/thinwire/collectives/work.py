@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.failures import CallSite, Failures
+from thinwire.collectives.peers import CallSite, Failures
 from thinwire.collectives.transport import LostRankError, Moving
 from thinwire.errors import CollectiveError, WireError
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import Message
+from thinwire.collectives.message import SumMessage
 from thinwire.collectives.workspaces import Workspace
 from thinwire.feedback import Piece
 from thinwire.integrations.choice.moments import Undo
@@ -113,7 +113,7 @@ class StreamedBucket:
     """A program (collectives.programs) on a bucket's buffer: the same launches at every step."""
 
     def __init__(
-        self, key: object, message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], tally: Tally
+        self, key: object, message: SumMessage, lanes: Sequence[BucketLane], carries: Sequence[Any], tally: Tally
     ) -> None:
         self.is_new = True  # until it has run
         self.weigh: Callable[[], Undo] | None = None  # the next call's numbers

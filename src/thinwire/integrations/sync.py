@@ -18,7 +18,7 @@ from thinwire.collectives import torch_verbs
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.message import Hooks, Message
+from thinwire.collectives.message import Hooks, SumMessage
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
@@ -176,7 +176,7 @@ class GradientSync:
         if all(isinstance(lane.spec.codec, Identity) for lane in found):
             return BucketPlan(found, sum(numels), plain_bytes)
         laid = [lane.spec for lane in found]
-        message = Message(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
+        message = SumMessage(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, like.device) for lane in found]
         program = message.program and StreamedBucket(key, message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)

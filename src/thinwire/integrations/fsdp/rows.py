@@ -343,7 +343,7 @@ class ExactGather(Operation):
         old_W = [old_P[index] for old_P in self._old_WP]
         own = _difference(new, old_W[rank])
         lengths_W = new.new_full((world, 1), own.numel(), dtype=torch.int64)
-        yield self._link.gather(lengths_W.view(torch.uint8).unbind(), self._tags[0])
+        yield self._link.all_gather_rows(lengths_W.view(torch.uint8).unbind(), self._tags[0])
         wires_W = [own.new_empty(length) for length in lengths_W.flatten().tolist()]
         others = others_first(rank, world)[:-1]
         sends = [(peer, own) for peer in others if own.numel()]
