@@ -57,7 +57,7 @@ class AllReduce(Operation):
         self._lanes = lanes
         self._on_finite = on_finite
         self._program = program
-        self._meter = meter
+        self._meter = meter or (lambda *_: None)
         if program.waits and not self._link.on_stream:
             self.in_step = True
             self.num_chunks = 1
@@ -78,15 +78,12 @@ class AllReduce(Operation):
         xs = [lane.converted(x, scratch) for (lane, _), x in zip(parts, sources, strict=True)]
         noted = self._on_finite is not None
         stages, bad = self._program.begin(index, views, parts, xs, self._step, self._tags, noted=noted)
-        if self._meter is None:
-            yield from stages
-        else:
+        began = time.perf_counter()
+        for place, awaited in enumerate(stages):
+            self._meter(place, began, time.perf_counter())
+            yield awaited
             began = time.perf_counter()
-            for place, awaited in enumerate(stages):
-                self._meter(place, began, time.perf_counter())
-                yield awaited
-                began = time.perf_counter()
-            self._meter(-1, began, time.perf_counter())
+        self._meter(-1, began, time.perf_counter())
         for (lane, span), source, x in zip(parts, sources, xs, strict=True):
             if x is not source:
                 source.copy_(x)

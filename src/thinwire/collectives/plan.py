@@ -29,6 +29,7 @@ _GLOO_DTYPES = (  # that all of its verbs take
     *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
+_SUM = Reduction("sum")
 _KINDS = {
     "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -82,7 +83,7 @@ class CallPlan:
     scratch_bytes: int = 0  # scratch of the operation
     sum: SumProgram | None = None  # of a sum: its chunks, row by row
     program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
-    reduction: Reduction | None = None
+    reduction: Reduction = _SUM
     source: int | None = None  # of a broadcast
     even: Callable[[int], Program] | None = None  # of an exchange: the program for parts of so many elements each
 
@@ -211,7 +212,7 @@ def plan_call(
     world = math.prod(link.world for link in links)
     numel = key.numel(world) or most
     codecs = tuple(codec_for(codec, (numel,)) for codec in key.codecs)  # used or not; raises if a string names none
-    plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
+    plain = CallPlan(str(key), reduction=key.reduction or _SUM, source=key.source)
     if world == 1:
         return plain  # exact, whatever the codec
     if mesh is not None or key.algorithm == "two_phase":
@@ -238,7 +239,7 @@ def plan_call(
         plan = _exchange_plan(plain.text, lane, links[0])
     else:
         plan = rows_plan(plain.text, [lane], links[0], total=numel if key.verb == "all_gather" else 0, scale=scale)
-    return replace(plan, reduction=key.reduction, source=key.source)
+    return replace(plan, reduction=plain.reduction, source=key.source)
 
 
 def _check_mesh(key: PlanKey, mesh: DeviceMesh | None) -> None:

@@ -17,10 +17,7 @@ from thinwire.collectives.channel import Channel, IssuedCall, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
 from thinwire.collectives.peers import CallSite
-from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
-
-_SUM = CallPlan("", reduction=Reduction("sum"))
 
 
 def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
@@ -29,7 +26,6 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].on_stream  # NCCL averages; else a sum is multiplied afterwards
     reduction = call.plan.reduction
-    assert reduction is not None
     options: Any = dist.AllreduceOptions()
     options.reduceOp = reduction.torch_op if whole else SUM
     work = None
@@ -44,7 +40,7 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
     text = f"average({tensor.numel()} of {tensor.dtype})"
-    call = issue_call(channel_of(group, tensor.device), text, _SUM, outputs=[tensor], async_op=True)
+    call = issue_call(channel_of(group, tensor.device), text, outputs=[tensor], async_op=True)
     tensor.mul_(1.0 / group.size())
     work = all_reduce(call, [tensor])
     assert work is not None
@@ -84,7 +80,6 @@ def reduce_scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     link = call.channel.transport
     by_torch = link.on_stream and link.world > 1
     reduction = call.plan.reduction
-    assert reduction is not None
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = reduction.torch_op if by_torch else SUM
     left = None if by_torch else reduction

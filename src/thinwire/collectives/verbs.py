@@ -157,7 +157,6 @@ reduce_scatter_single = reduce_scatter_tensor
 def _scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     target, source = parts
     source = torch_verbs.unstraddled(source, source, target)
-    assert call.plan.reduction is not None
     return row_operation(call, [target], [source], call.plan.reduction.scale(call.channel.world))
 
 
