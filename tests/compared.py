@@ -139,12 +139,12 @@ def _scheme(name: str, weights: str, job: TrainingJob, world: int) -> Scheme | N
 def _on_gpu(row: Row, source: str, machine: Machine) -> Iterator[Checked]:
     params, world = int(column(row, "numel")), int(column(row, "world"))
     hosts = int(row.get("nodes") or (world if row["link"] == "tcp" else 1))
-    rate = sum_rate(world, hosts)
+    large = params > 10**8
+    rate = step_rate(params, world) if large and hosts == world else sum_rate(world, hosts)
     link = LinkModel(rate, clusters.LATENCY_S["nccl"])
     inside = LinkModel(sum_rate(world, 1), clusters.INSIDE_LATENCY_S["nccl"]) if hosts < world else None
     cluster = Cluster(world, world // hosts, link if hosts > 1 else None, inside)
     parallel = DDP if row["verb"] == "ddp_step" else FSDP2
-    large = params > 10**8
     job = TrainingJob(
         params,
         compute_s(parallel, world) if large else 0.0,  # a network of a few layers, whose steps wait for messages
@@ -168,8 +168,14 @@ def sum_rate(world: int, hosts: int) -> float:
     raise AssertionError(f"no sum of {world} ranks on {hosts} hosts is recorded")
 
 
+def step_rate(params: int, world: int) -> float:
+    """Bytes per second of a host in plain torch's step of DDP, most of which waits for the link."""
+    row = read(f"ddp_steps_gpt124m_h200_2026-11-{'19' if world == 2 else '18_4hosts'}").rows[0]
+    return 2 * (world - 1) / world * 4 * params / (1e-3 * column(row, "plain_ms"))
+
+
 def compute_s(parallel: str, world: int) -> float:
-    """Plain torch's step on one host; of FSDP2 with four ranks, DDP's growth from two to four is assumed."""
+    """Plain torch's step on one host; FSDP2's is taken to be as many times DDP's on all machines, with four ranks too."""
 
     def plain(name: str) -> float:
         ranks = "18_1host_4ranks" if name == "ddp" and world == 4 else "19_1host_2ranks"
@@ -178,5 +184,5 @@ def compute_s(parallel: str, world: int) -> float:
 
     if parallel == DDP:
         return plain("ddp")
-    two = read("ddp_steps_gpt124m_h200_2026-11-19_1host_2ranks").rows[0]
+    two = read("ddp_steps_gpt124m_h200_2026-11-19_1host_2ranks_100mb").rows[0]  # on the machine of FSDP2's record
     return plain("fsdp") * plain("ddp") / (1e-3 * column(two, "ms_p50"))
