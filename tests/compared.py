@@ -175,7 +175,7 @@ def step_rate(params: int, world: int) -> float:
 
 
 def compute_s(parallel: str, world: int) -> float:
-    """Plain torch's step on one host; FSDP2's is taken to be as many times DDP's on all machines, with four ranks too."""
+    """Plain torch's step on one host; FSDP2's takes as many times DDP's on all machines, with four ranks too."""
 
     def plain(name: str) -> float:
         ranks = "18_1host_4ranks" if name == "ddp" and world == 4 else "19_1host_2ranks"
