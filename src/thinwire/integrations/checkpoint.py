@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import reprlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -101,9 +102,13 @@ def gather_parts(
         return [dict(local)], [note]
     device = device_of(group)
     sizes = {name: (value.shape, str(value.dtype).removeprefix("torch.")) for name, value in local.items()}
-    told = _exchange((sizes, note), group, device)
+    code = float(zlib.crc32(json.dumps(sizes, sort_keys=True).encode()))
+    most, less = torch_verbs.agree("state_dict", (group,), device, [code, -code], dist.ReduceOp.MAX)
+    told = _exchange((sizes if most > -less else {}, note), group, device)  # what all have is not sent
     found: list[dict[str, Tensor]] = [{} for _ in told] if group.rank() == 0 else []
-    for name, (shape, dtype) in sorted({name: size for has, _ in told for name, size in has.items()}.items()):
+    for has, _ in told:
+        sizes |= {name: size for name, size in has.items() if name not in sizes}
+    for name, (shape, dtype) in sorted(sizes.items()):
         value = local[name] if name in local else torch.zeros(shape, dtype=getattr(torch, dtype))
         parts = [torch.empty_like(value, device=device) for _ in found]
         torch_verbs.gather("state_dict", value.to(device), parts, group)
@@ -120,7 +125,7 @@ def _exchange(value: Any, group: dist.ProcessGroup, device: torch.device) -> lis
     texts[group.rank(), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = texts.to(device)
     torch_verbs.combine("state_dict", texts, dist.ReduceOp.SUM, group)
-    return [json.loads(bytes(row).rstrip(b"\0")) for row in texts.tolist()]
+    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in texts.cpu()]
 
 
 def write(path: Path, state: State) -> None:

@@ -63,7 +63,7 @@ class _Fragment:
 
     def local(self) -> list[Tensor]:
         """This rank's parameters; of a sharded one, its shard."""
-        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
+        return [_local(p) for p in self.parameters]
 
     @property
     def newly_frozen(self) -> str:
@@ -180,7 +180,7 @@ class DiLoCo(Handle):
         self._names = ParameterNames()
         self._names.from_model = True
         for name, parameter in named:
-            self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
+            self._names.put(_local(parameter), name)
         self._sync = GradientSync(Chooser(options, self._names, outer=True))
         self._in_flight: list[_Round] = []
         self._start(options)
@@ -203,9 +203,9 @@ class DiLoCo(Handle):
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Copy the first rank's tensors, of any dtype, to all ranks."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            local = _local(tensor).detach()
             if local.numel():
-                buffer = local.detach().contiguous().view(-1).view(torch.uint8)
+                buffer = local.contiguous().view(-1).view(torch.uint8)
                 broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
                 local.copy_(buffer.view(local.dtype).view(local.shape))
 
@@ -301,7 +301,7 @@ class DiLoCo(Handle):
         for done in [one for one in self._in_flight if one.due <= steps]:
             self._in_flight.remove(done)
             fragment, average = self._fragments[done.fragment], done.wait()
-            if not _is_finite(average):
+            if not schema.is_finite(average):
                 self._drop(done.fragment)
                 continue
             for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
@@ -322,13 +322,13 @@ class DiLoCo(Handle):
         if self._group.rank() == 0:
             announce(f"DiLoCo: round {self.rounds} is not finite on some rank: dropped on all")
         for at, fragment in enumerate(self._fragments):
-            if at == index or not _is_finite(fragment.flat()):
+            if at == index or not schema.is_finite(fragment.flat()):
                 fragment.put(fragment.values)
                 for one in (one for one in self._in_flight if one.fragment == at):
                     one.sent = fragment.flat()  # it has learned nothing since
         remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
         for state in remembered:
-            if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
+            if not all(schema.is_finite(_local(value)) for value in state.values() if isinstance(value, Tensor)):
                 state.clear()
 
     def synchronize(self) -> None:
@@ -508,14 +508,15 @@ def _is_unchanged(local: Tensor, copy: Tensor) -> bool:
     return torch.equal(local, copy.to(local.dtype))
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
+def _local(tensor: Tensor) -> Tensor:
+    """A tensor, or this rank's shard of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _trained(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Every parameter that learns; a sharded one, if this rank has elements of it."""
     learning = [(name, p) for name, p in named if p.requires_grad]
-    found = [(name, p) for name, p in learning if not isinstance(p, DTensor) or p.to_local().numel()]
+    found = [(name, p) for name, p in learning if not isinstance(p, DTensor) or _local(p).numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
         what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"

@@ -66,16 +66,12 @@ class Stats:
             "chosen": self.chosen,
             "steps": f"{self.steps}" + bad,
             "bytes": f"{self.bytes_sent:,} sent, {self.bytes_plain:,} uncompressed: {self.ratio:.2f} times fewer",
-            "bits": _shown("{:.3f} per element", self.bits_per_element),
-            "error": _shown("{:.2e} relative", self.relative_error),
+            "bits": "" if self.bits_per_element is None else f"{self.bits_per_element:.3f} per element",
+            "error": "" if self.relative_error is None else f"{self.relative_error:.2e} relative",
             "seconds": ", ".join(f"{name} {took:.3f}" for name, took in seconds.items() if took is not None),
             "memory": f"{self.residual_bytes:,} bytes of residuals, {self.scratch_bytes:,} of scratch" + replicas,
         }
         return "\n".join(f"{name:8} {text}" for name, text in lines.items() if text)
-
-
-def _shown(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
 
 
 @dataclass

@@ -96,8 +96,8 @@ class FSDPState(Handle):
             gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=kept)
             if not isinstance(self.weights, Identity):
                 self._gatherers.append(gatherer)
-            gather = CompressedComm(gatherer.gather) if self._gatherers or group.gathers_by_default else None
-            group.install(CompressedComm(self._reduce, functools.partial(self._expect, group)), gather)
+            reduce = CompressedComm(self._reduce, functools.partial(self._expect, group))
+            group.install(reduce, CompressedComm(gatherer.gather))
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Prepare for a call that reduces gradients of `group`."""

@@ -170,11 +170,6 @@ class ParameterGroup:
         """Whether the forward pass has left parameters in larger shards (reshard_after_forward=2)."""
         return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
 
-    @property
-    def gathers_by_default(self) -> bool:
-        """Whether weights are gathered by torch's default."""
-        return type(self._group._all_gather_comm) is DefaultAllGather
-
     def check(self, *, gathers: bool) -> None:
         """Raise unless gradients are reduced by torch's default and, if `gathers`, weights gathered by it."""
         for attribute, default in _DEFAULTS.items():
@@ -187,10 +182,10 @@ class ParameterGroup:
                     "only torch's default"
                 )
 
-    def install(self, scatter: "CompressedComm", gather: "CompressedComm | None") -> None:
-        """Replace torch's own, which the new ones call for what is not compressed."""
+    def install(self, scatter: "CompressedComm", gather: "CompressedComm") -> None:
+        """Replace torch's defaults, which the new ones call for what is not compressed."""
         self._group._reduce_scatter_comm = scatter
-        if gather is not None:
+        if type(self._group._all_gather_comm) is DefaultAllGather:
             self._group._all_gather_comm = gather
 
     def restore(self) -> None:
