@@ -264,14 +264,14 @@ class Rehearsal(Handle):
         check_stepped(model, options.optimizer)
         if not self._parameters:
             raise CollectiveError(f"expected a model with parameters to train, {type(model).__name__} has none")
-        self._no_gradients: list[Tensor | None] = [None] * len(self._parameters)
         self._ranks = RehearsedRanks(options, self._names, world)
         self._guards = [NonfiniteGuard() for _ in range(world)] if options.on_nonfinite == "raise" else []
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._most = world * accumulate  # micro-batches of a step
         self._micro = 0  # of the present step
-        self._held = [self._no_gradients] * world  # of ranks that have had some of their micro-batches
+        # Gradients by id of their parameter, of ranks that have had some of their micro-batches.
+        self._held: list[dict[int, Tensor]] = [{} for _ in range(world)]
         self._busy = False  # whether a backward pass is running
         self._stepped = True  # whether the last step's gradients were used
         self._order: list[nn.Parameter] = []  # in which gradients arrive; empty once a backward pass lacked some
@@ -339,31 +339,27 @@ class Rehearsal(Handle):
     def _turn(self) -> None:
         """A backward pass is over: the next rank has its gradients."""
         self._busy = False
-        gradients = [p.grad for p in self._parameters]
+        gradients = {id(p): p.grad for p in self._parameters if p.grad is not None}
         for parameter in self._parameters:
             parameter.grad = None
         rank, last = self._micro % self.world, self._micro >= self._most - self.world
         self._micro += 1
-        if last and any(gradient is None for gradient in gradients):
+        if last and len(gradients) < len(self._parameters):
             self._order.clear()
         if self._most > self.world:
-            gradients = self._add_to_held(rank, gradients)
+            held = self._held[rank]
+            for key, gradient in gradients.items():
+                held[key] = held[key].add_(gradient) if key in held else gradient
             if not last:
                 return
-            self._held[rank] = self._no_gradients
+            gradients, self._held[rank] = held, {}
         if rank == 0:
             self._begin_step()
-        self._met |= {id(p) for p, grad in zip(self._parameters, gradients, strict=True) if grad is not None}
-        found = {id(p): grad for p, grad in zip(self._parameters, gradients, strict=True)}
+        self._met |= gradients.keys()
         for total in self._sums:
-            self._send(total, rank, [found[id(p)] for p in total.bucket.parameters])
+            self._send(total, rank, [gradients.get(id(p)) for p in total.bucket.parameters])
         if self._micro == self._most:
             self._end_step()
-
-    def _add_to_held(self, rank: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        pairs = zip(self._held[rank], gradients, strict=True)
-        self._held[rank] = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
-        return self._held[rank]
 
     def _begin_step(self) -> None:
         self._stepped = False

@@ -109,9 +109,7 @@ class FSDPState(Handle):
         if self._sync is not self._shards:
             begins = group.replicas is not None and self._sync.expect(given, now=call.sums_replicas)
         if begins:  # log the steps before it, on the rank that is first among its shards and its replicas
-            first = self._groups[0]
-            members = [member for member in (first.shards, first.replicas) if member is not None]
-            self._write_logs(self.step - 1, max([member.rank() for member in members], default=0))
+            self._write_logs(self.step - 1, max(member.rank() for member in self._groups[0].members))
         self._expected = group.parameters(call.sources)
         if call.dtype not in DTYPES:
             announce_plain(f"gradients of {call.dtype}")
@@ -149,8 +147,7 @@ class FSDPState(Handle):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # FSDP2 reduces on its own streams, and may not have waited for them
         spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
-        groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
-        guard.compare(self.step - 1, groups, spoiled, device)
+        guard.compare(self.step - 1, self._groups[0].members, spoiled, device)
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """Reduce over shards; False if torch has to do it."""

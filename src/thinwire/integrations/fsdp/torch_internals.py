@@ -79,19 +79,14 @@ class ShardedParameter(NamedTuple):
 
     def whole(self, rows: Tensor) -> Tensor:
         """The whole parameter, from all ranks' parts (one per row)."""
-        dim = self.source.fsdp_placement.dim
-        if dim == 0:
-            return rows.reshape(-1)[: self.shape.numel()].view(self.shape)
-        return torch.cat(rows.view(-1, *self.source.padded_sharded_param_size).unbind(), dim)
+        parts, dim = rows.view(-1, *self.source.padded_sharded_param_size).unbind(), self.source.fsdp_placement.dim
+        return torch.cat(parts, dim).narrow(dim, 0, self.shape[dim])
 
     def rows(self, whole: Tensor, world: int) -> Tensor:
         """All ranks' parts (one per row), padded with zeros."""
         rows = whole.new_zeros(world, self.numel)
-        dim = self.source.fsdp_placement.dim
-        if dim == 0:
-            rows.view(-1)[: whole.numel()] = whole.reshape(-1)
-        else:
-            rows.copy_(torch.stack([part.reshape(-1) for part in whole.chunk(world, dim)]))
+        for row, part in zip(rows, whole.chunk(world, self.source.fsdp_placement.dim), strict=False):
+            row[: part.numel()] = part.reshape(-1)
         return rows
 
     def shard(self, part: Tensor, *, of_replica: bool = False) -> DTensor:
@@ -132,8 +127,8 @@ class ParameterGroup:
         # The ranks with the other shards of this replica, and those with the same shard; None without such a group.
         self.shards: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
         self.replicas: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
-        in_rows = self.shards is not None and self.replicas is not None
-        self.ranks: dist.ProcessGroup | DeviceMesh | None = info.mesh if in_rows else self.shards or self.replicas
+        self.members = [group for group in (self.shards, self.replicas) if group is not None]
+        self.ranks: dist.ProcessGroup | DeviceMesh = info.mesh if len(self.members) == 2 else self.members[0]
 
     @property
     def keeps_weights(self) -> bool:
