@@ -104,22 +104,22 @@ class FSDPState(Handle):
         if self._model is not None:
             check_whole(self._model)
             self._model = None
-        given = {id(source) for source in call.sources}
+        given = {id(source) for source in call.fsdp_params}
         begins = self._shards.expect(given)
         if self._sync is not self._shards:
             begins = group.replicas is not None and self._sync.expect(given, now=call.sums_replicas)
         if begins:  # log the steps before it, on the rank that is first among its shards and its replicas
             self._write_logs(self.step - 1, max(member.rank() for member in self._groups[0].members))
-        self._expected = group.parameters(call.sources)
+        self._expected = group.parameters(call.fsdp_params)
         if call.dtype not in DTYPES:
             announce_plain(f"gradients of {call.dtype}")
         if self._guard is not None:
             names = [parameter.name for parameter in self._expected]
-            self._guard.look(names[::-1], call.gradients[::-1])  # in the order of the backward pass
+            self._guard.look(names[::-1], call.unsharded_grads[::-1])  # in the order of the backward pass
             after_backward(functools.partial(self._check_finite, self._guard))
         if self._sync is not self._shards and group.replicas is not None:
             # The choice for replicas also holds inside a node: make it before the first sum there.
-            self._sync.begin(group.replicas, call.gradients[0].device)
+            self._sync.begin(group.replicas, call.unsharded_grads[0].device)
             if call.sums_replicas and self._chooser.policy.compresses and call.dtype in DTYPES:
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))
             elif call.sums_replicas:

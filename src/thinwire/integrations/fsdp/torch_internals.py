@@ -9,6 +9,7 @@ before it runs, a thinwire `ReduceScatter` gets its arguments by name. Other mod
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -40,19 +41,6 @@ except ImportError as error:
 gather_exactly = DefaultAllGather()  # gathers like FSDP2 itself
 # torch's own, of every parameter group.
 _DEFAULTS: dict[str, type] = {"_reduce_scatter_comm": DefaultReduceScatter, "_all_gather_comm": DefaultAllGather}
-_ARGUMENTS = (
-    "fsdp_params",
-    "unsharded_grads",
-    "reduce_scatter_group",
-    "reduce_scatter_comm",
-    "reduce_dtype",
-    "gradient_divide_factor",
-    "all_reduce_group",
-    "all_reduce_grads",
-    "partial_reduce_output",
-    "all_reduce_hook",
-    "force_sum_reduction_for_comms",
-)
 
 
 class ShardedParameter(NamedTuple):
@@ -209,15 +197,31 @@ class CompressedComm(DefaultAllocMixin, AllGather, ReduceScatter):
         return self._plain(output_tensor, input_tensor, group, async_op=async_op, **op)
 
 
+@dataclass
 class ReduceCall:
-    """The arguments of one call of `foreach_reduce`, by name."""
+    """The arguments of one call of `foreach_reduce` that thinwire uses, by torch's names, or sets."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._given = arguments
-        self.sources: list[Any] = list(arguments["fsdp_params"])
-        self.gradients: list[Tensor] = list(arguments["unsharded_grads"])  # this rank's, one for each of the sources
-        self.dtype: torch.dtype = arguments["reduce_dtype"] or self.gradients[0].dtype
-        self.sums_replicas = arguments["all_reduce_grads"] and arguments["all_reduce_group"] is not None
+    fsdp_params: list[Any]
+    unsharded_grads: list[Tensor]  # this rank's, one for each of the parameters
+    reduce_scatter_group: dist.ProcessGroup | None
+    reduce_scatter_comm: Any
+    reduce_dtype: torch.dtype | None
+    gradient_divide_factor: float | None
+    all_reduce_group: dist.ProcessGroup | None
+    all_reduce_grads: bool
+    partial_reduce_output: Tensor | None
+    all_reduce_hook: Callable[[Tensor], None] | None
+    force_sum_reduction_for_comms: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is reduced in."""
+        return self.reduce_dtype or self.unsharded_grads[0].dtype
+
+    @property
+    def sums_replicas(self) -> bool:
+        """Whether torch sums over replicas, too."""
+        return self.all_reduce_grads and self.all_reduce_group is not None
 
     def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
         """Replace torch's own sum over replicas by `average`.
@@ -225,15 +229,13 @@ class ReduceCall:
         torch then knows the shards' group alone, and divides by its size. So replicas are averaged; if the user gave a
         divisor, which stands for all ranks, they are summed.
         """
-        given = self._given
-        group: dist.ProcessGroup = given["all_reduce_group"]
-        then = given["all_reduce_hook"]
-        partial = given["partial_reduce_output"]
-        shards = given["reduce_scatter_group"]
-        in_sums = given["force_sum_reduction_for_comms"] or self.dtype == torch.float16
-        if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
-            given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides in two steps
-        summed = given["gradient_divide_factor"] is not None
+        group, shards = self.all_reduce_group, self.reduce_scatter_group
+        partial, then = self.partial_reduce_output, self.all_reduce_hook
+        assert group is not None
+        in_sums = self.force_sum_reduction_for_comms or self.dtype == torch.float16
+        if in_sums and self.gradient_divide_factor is None and shards is not None and shards.size() > 1:
+            self.gradient_divide_factor = float(group.size() * shards.size())  # torch divides in two steps
+        summed = self.gradient_divide_factor is not None
 
         def hook(gradients: Tensor) -> None:
             if partial is not None:
@@ -246,9 +248,7 @@ class ReduceCall:
             if then is not None:
                 then(gradients)
 
-        given["all_reduce_group"] = None
-        given["partial_reduce_output"] = None
-        given["all_reduce_hook"] = hook
+        self.all_reduce_group, self.partial_reduce_output, self.all_reduce_hook = None, None, hook
 
 
 @functools.cache
@@ -257,7 +257,8 @@ def watch_reductions() -> None:
     module: Any = param_groups
     original = module.foreach_reduce
     signature = inspect.signature(original)
-    missing = [name for name in _ARGUMENTS if name not in signature.parameters]
+    used = [field.name for field in fields(ReduceCall)]
+    missing = [name for name in used if name not in signature.parameters]
     if missing:
         raise CollectiveError(
             f"compress_fsdp knows FSDP2 as torch 2.11 to 2.15 have it; in torch {torch.__version__} foreach_reduce has "
@@ -270,7 +271,8 @@ def watch_reductions() -> None:
         bound.apply_defaults()
         comm = bound.arguments["reduce_scatter_comm"]
         if isinstance(comm, CompressedComm) and comm.expect is not None:
-            comm.expect(ReduceCall(bound.arguments))
+            comm.expect(call := ReduceCall(**{name: bound.arguments[name] for name in used}))
+            bound.arguments.update(vars(call))
         return original(*bound.args, **bound.kwargs)
 
     module.foreach_reduce = foreach_reduce
