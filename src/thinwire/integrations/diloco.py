@@ -178,7 +178,6 @@ class DiLoCo(Handle):
         options.rules.check_names([name for name, _ in everything])
         self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._names = ParameterNames()
-        self._names.from_model = True
         for name, parameter in named:
             self._names.put(_local(parameter), name)
         self._sync = GradientSync(Chooser(options, self._names, outer=True))

@@ -43,12 +43,11 @@ class ParameterNames:
         self._find = find  # names tensors that `put` was not given
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
         self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
-        self.from_model = False
+        self.from_model = False  # whether any name was put here
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
 
     def take(self, model: nn.Module) -> None:
-        self.from_model = True
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         for name, parameter in model.named_parameters():
             self.put(parameter, plain_name(name))
@@ -56,6 +55,7 @@ class ParameterNames:
                 self.frozen[plain_name(name)] = self.sizes.pop(plain_name(name))
 
     def put(self, parameter: Tensor, name: str) -> None:
+        self.from_model = True
         self._names[parameter] = name
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)

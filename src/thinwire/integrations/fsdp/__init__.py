@@ -227,7 +227,6 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
     """The names of parameters, also after their tensors are replaced, as those on the meta device are."""
     parameters = [parameter for group in groups for parameter in group.parameters()]
     names = ParameterNames(lambda tensor: next((p.name for p in parameters if p.source.sharded_param is tensor), None))
-    names.from_model = True
     for parameter in parameters:
         held = parameter.source.sharded_param
         if held.requires_grad:
