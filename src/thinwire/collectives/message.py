@@ -159,7 +159,6 @@ class RowMessage(_LaneMessage):
         channel = channel_of(group, like.device)
         lanes = _described(specs, like.dtype)
         text = f"gather({lanes})" if scale is None else f"scatter({lanes}, scale={scale:g})"
-        self.scale = scale
         typed = [spec._replace(dtype=like.dtype) for spec in specs]
         super().__init__(channel, text, typed, scale, functools.partial(rows_plan, link=channel.transport))
 
@@ -181,7 +180,7 @@ class RowMessage(_LaneMessage):
             self.launch(self.program, (*outputs, *inputs), step, note)
         else:
             call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step)
-            self.channel.submit(row_operation(call, outputs, inputs, self.scale, hooks), call)
+            self.channel.submit(row_operation(call, outputs, inputs, hooks), call)
 
     def launch(self, program: Any, tensors: Sequence[Tensor], step: int | None, note: Bad | None) -> None:
         """Run a program of this message on outputs and as many inputs."""
@@ -192,16 +191,12 @@ class RowMessage(_LaneMessage):
 
 
 def row_operation(
-    call: IssuedCall,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    scale: float | None,
-    hooks: Hooks | None = None,
+    call: IssuedCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor], hooks: Hooks | None = None
 ) -> Operation:
     """The operation of a RowMessage, or of a verb with one lane."""
     hooks = hooks or Hooks([None] * len(inputs), [None] * len(inputs))
     lanes = _loaded(call.plan, [Flat([x]) for x in inputs], hooks)
-    if scale is not None:
-        return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], scale, hooks.on_finite)
+    if call.plan.scale is not None:
+        return operations.ReduceScatter(call, lanes, [Flat([output]) for output in outputs], hooks.on_finite)
     rows_LW = [[Flat([row]) for row in output.view(call.channel.world, -1).unbind()] for output in outputs]
     return operations.AllGather(call, lanes, rows_LW)

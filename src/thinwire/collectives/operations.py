@@ -118,17 +118,13 @@ class ReduceScatter(Operation):
     """
 
     def __init__(
-        self,
-        call: IssuedCall,
-        lanes: Sequence[Lane],
-        outputs: Sequence[Flat],
-        scale: float,
-        on_finite: OnFinite | None = None,
+        self, call: IssuedCall, lanes: Sequence[Lane], outputs: Sequence[Flat], on_finite: OnFinite | None = None
     ) -> None:
+        assert call.plan.scale is not None
         chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
         super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
-        self._scale = scale
+        self._scale = call.plan.scale
         self._on_finite = on_finite
         self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
 

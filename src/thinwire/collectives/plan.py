@@ -84,6 +84,7 @@ class CallPlan:
     sum: SumProgram | None = None  # of a sum: its chunks, row by row
     program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
     reduction: Reduction = _SUM
+    scale: float | None = None  # of rows that are summed
     source: int | None = None  # of a broadcast
     even: Callable[[int], Program] | None = None  # of an exchange: the program for parts of so many elements each
 
@@ -171,7 +172,7 @@ def rows_plan(
         copies += (link.world + 1) * lane.copy_bytes(numel)
     chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(lane.chunking.num_chunks for lane in chunked))
-    plan = CallPlan(text, chunked, chunk_bytes, limit)
+    plan = CallPlan(text, chunked, chunk_bytes, limit, scale=scale)
     if not link.on_stream or total or not all(map(_has_rows, chunked)):
         return plan
     if scale is None:

@@ -95,13 +95,7 @@ class SumChunk:
     _outer_watched = False  # True => watches see another sum
 
     def __init__(
-        self,
-        link: Transport,
-        lanes: Sequence[LaneSpec],
-        scale: float,
-        *,
-        two_phase: bool,
-        fused: bool = True,
+        self, link: Transport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, fused: bool = True
     ) -> None:
         self._link = link
         self._two_phase = two_phase

@@ -157,7 +157,7 @@ reduce_scatter_single = reduce_scatter_tensor
 def _scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     target, source = parts
     source = torch_verbs.unstraddled(source, source, target)
-    return row_operation(call, [target], [source], call.plan.reduction.scale(call.channel.world))
+    return row_operation(call, [target], [source])
 
 
 def _scatter_fed_back(
@@ -219,7 +219,7 @@ all_gather_single = all_gather_into_tensor
 def _gather(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     output, input = parts
     whole = output.contiguous()
-    operation = row_operation(call, [whole], [torch_verbs.unstraddled(input, output, input)], None)
+    operation = row_operation(call, [whole], [torch_verbs.unstraddled(input, output, input)])
     operation.copies = () if whole is output else ((output, whole),)
     return operation
 
@@ -399,12 +399,7 @@ def _numels(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _issue_exchange(
-    channel: Channel,
-    key: PlanKey,
-    group: Group,
-    step: int | None,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    channel: Channel, key: PlanKey, group: Group, step: int | None, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> IssuedCall:
     """Issue the call with its plan. Ranks compare lengths at the first call alone; they change from call to call."""
     received, sent = _numels(outputs, inputs)
