@@ -46,6 +46,7 @@ Found = TypeVar("Found")
 Name = Callable[..., str]  # ranks in errors
 _PART = "\x1e"  # between the parts of a rank's description
 _RANK = "\x1d"  # between ranks
+Ended = Callable[[BaseException], BaseException]  # ends a group, and returns what this rank raises
 Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
 
 
@@ -100,6 +101,10 @@ class Failures:
                 raise
             lost = lost.with_traceback(None)
         raise self.ended(lost, site)  # not above: the new error would hold the old one, whose frames hold tensors
+
+    def at(self, site: CallSite) -> Ended:
+        """What to call when this call fails half-way: `ended`."""
+        return functools.partial(self.ended, site=site)
 
     def ended(self, error: BaseException, site: CallSite) -> BaseException:
         """End the group after a call failed half-way, and return what this rank raises."""

@@ -234,7 +234,9 @@ def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
             for transfer in transfers:
                 transfer.finish(moving)
 
-        return MessageWork(moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures, site)
+        return MessageWork(
+            moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures.at(site)
+        )
     raise channel.failures.ended(lost, site)
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.call import issue_call
-from thinwire.collectives.channel import Channel, IssuedCall, channel_of
+from thinwire.collectives.channel import IssuedCall, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
-from thinwire.collectives.peers import CallSite
 from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
 
@@ -31,7 +30,7 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     work = None
     for at, link in enumerate(links):
         if at:
-            wait(work, call.channel, call.site)
+            wait(work, call)
         work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, finish, row)
@@ -64,14 +63,14 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
     )
     options = dist.AllreduceOptions()
     options.reduceOp = op
-    wait(group.allreduce([tensor], options), call.channel, call.site)
+    wait(group.allreduce([tensor], options), call)
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """Gather every rank's tensor, all of one size, into `parts` on the group's first rank; others pass no parts."""
     call = issue_call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
-    wait(work, call.channel, call.site)
+    wait(work, call)
 
 
 def reduce_scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
@@ -175,14 +174,14 @@ def _writing(parts: Sequence[Tensor]) -> torch.inference_mode:
     return torch.inference_mode(torch.is_inference_mode_enabled() or any(part.is_inference() for part in parts))
 
 
-def wait(work: Any, channel: Channel, site: CallSite) -> None:
+def wait(work: Any, call: IssuedCall) -> None:
     """Wait for a torch Work."""
-    if channel.transport.on_stream:
+    if call.channel.transport.on_stream:
         work.wait()
-        if channel.transport.blocking:
-            channel.settle(site)
+        if call.channel.transport.blocking:
+            call.channel.settle(call.site)
     else:
-        wait_for_torch(work, channel.failures, site)
+        wait_for_torch(work, call.channel.failures.at(call.site))
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:
@@ -216,13 +215,13 @@ def _end(call: IssuedCall, work: Any, finish: Callable[[], None] | None, *tempor
     outputs = list(call.outputs)
     if work is None or not call.async_op:
         if work is not None:
-            wait(work, call.channel, call.site)
+            wait(work, call)
         if finish is not None:
             finish()
         return Work(outputs).finished() if call.async_op else None
     stream = call.channel.stream
     if stream is None:
-        return TorchWork(work, outputs, finish, call.channel.failures, call.site)
+        return TorchWork(work, outputs, finish, call.channel.failures.at(call.site))
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
     with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()

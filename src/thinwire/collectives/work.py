@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.peers import CallSite, Failures
+from thinwire.collectives.peers import Ended
 from thinwire.collectives.transport import LostRankError, Moving
 from thinwire.errors import CollectiveError, WireError
 
@@ -175,7 +175,7 @@ def future_in_thread(run: Callable[[], Any]) -> "Futures[Any]":
     return found
 
 
-def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timedelta | None = None) -> None:
+def wait_for_torch(work: Any, ended: Ended, timeout: timedelta | None = None) -> None:
     """Wait for a torch Work on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
     began = time.monotonic()
     try:
@@ -186,23 +186,20 @@ def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timed
         if timeout and waited >= timeout.total_seconds() and not work.is_completed():
             raise TimeoutError(f"the collective did not end within {timeout}") from None
         lost = error if isinstance(error, LostRankError) else LostRankError(None, error, waited)
-    raise failures.ended(lost.with_traceback(None), site)
+    raise ended(lost.with_traceback(None))
 
 
 class TorchWork(Work):
     """A torch Work on gloo. `finish` runs once, in the thread that first learns that the work is completed."""
 
-    def __init__(
-        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, failures: Failures, site: CallSite
-    ) -> None:
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, ended: Ended) -> None:
         dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
         self._work = work
         self._outputs = outputs
         self._finish = finish  # brings the result to the outputs
         self._waited = False  # gloo's reduce_scatter never says that it is completed
         self._error = None
-        self._failures = failures
-        self._site = site
+        self._ended = ended
         self._began = time.monotonic()
         self._lock = threading.Lock()
 
@@ -212,7 +209,7 @@ class TorchWork(Work):
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
         try:
-            wait_for_torch(self._work, self._failures, self._site, timeout)
+            wait_for_torch(self._work, self._ended, timeout)
             self._end()
         except Exception as error:
             self._error = None if isinstance(error, TimeoutError) else again(error)
@@ -244,7 +241,7 @@ class TorchWork(Work):
         except RuntimeError as error:
             waited = time.monotonic() - self._began
             lost = error if isinstance(error, CollectiveError) else LostRankError(None, error, waited)
-            self._error = again(self._failures.ended(lost, self._site))
+            self._error = again(self._ended(lost))
             raise again(self._error) from None
         return self._outputs
 
@@ -264,18 +261,16 @@ class MessageWork(TorchWork):
     later.
     """
 
-    def __init__(
-        self, moving: Moving, outputs: list[Tensor], finish: Callable[[], None], failures: Failures, site: CallSite
-    ) -> None:
+    def __init__(self, moving: Moving, outputs: list[Tensor], finish: Callable[[], None], ended: Ended) -> None:
         self._decoded: torch.cuda.Event | None = None
         self._place = outputs[0].device
-        super().__init__(moving, outputs, functools.partial(self._decode, finish), failures, site)
+        super().__init__(moving, outputs, functools.partial(self._decode, finish), ended)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             super().wait(timeout)
         except WireError as error:  # damaged on its way
-            raise self._failures.ended(error, self._site) from None
+            raise self._ended(error) from None
         if self._decoded is not None:
             self._decoded.wait(torch.cuda.current_stream(self._place))
         return True
