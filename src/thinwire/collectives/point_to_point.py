@@ -234,9 +234,8 @@ def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
             for transfer in transfers:
                 transfer.finish(moving)
 
-        return MessageWork(
-            moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures.at(site)
-        )
+        outputs = [transfer.request.tensor for transfer in transfers]
+        return MessageWork(moving, outputs, finish, channel.failures.at(site))
     raise channel.failures.ended(lost, site)
 
 
