@@ -106,11 +106,6 @@ def shards(span: Span, count: int, unit: int = 1) -> list[Span]:
     return [Span(begin, end) for begin, end in itertools.pairwise(edges)]
 
 
-def others_first(rank: int, world: int) -> list[int]:
-    """All ranks, beginning after the own one, which comes last: no two ranks begin with the same."""
-    return [(rank + 1 + i) % world for i in range(world)]
-
-
 def aligned(nbytes: int, to: int = 16) -> int:
     """Round up the bytes of a part of scratch: parts begin on multiples of 16, as wires do."""
     return -(-nbytes // to) * to

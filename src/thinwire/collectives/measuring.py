@@ -65,10 +65,9 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     link = channel.transport
     tag = link.draw_tags()
     sent, received = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
-    others = [rank for rank in range(link.world) if rank != link.rank]
 
     def call() -> None:
-        link.exchange([(p, sent[p]) for p in others], [(p, received[p]) for p in others], tag).wait()
+        link.exchange([(p, sent[p]) for p in link.others], [(p, received[p]) for p in link.others], tag).wait()
 
     return call
 

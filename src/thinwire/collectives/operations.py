@@ -20,7 +20,6 @@ from thinwire.collectives.chunks import (
     Scratch,
     Span,
     aligned,
-    others_first,
     scratch_limit,
     shards,
     wire_sizes,
@@ -140,13 +139,13 @@ class ReduceScatter(Operation):
             _LaneRows(self._lanes[at], spans[at], Key(self._step, index, at).mixed(), link, stride, self._scale)
             for at in some
         ]
-        for rank in others_first(link.rank, link.world):
+        for rank in (*link.others, link.rank):
             for part, wires_WN in zip(parts, sent_LWN, strict=True):
                 part.encode(rank, wires_WN[rank], scratch)
         if self._note:  # every message notes whether all that this rank sends is finite
             sent_WN[:, -NOTE_BYTES] = _finite(parts, sent_LWN)
         received_WN[link.rank] = sent_WN[link.rank]
-        peers = [rank for rank in range(link.world) if rank != link.rank and stride]
+        peers = sorted(link.others) if stride else []
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, received_WN[p]) for p in peers], self._tags[0])
         fine = _known((received_WN[:, -NOTE_BYTES] == 1).all()) if self._note else True
         if self._on_finite is not None and parts:
@@ -287,7 +286,7 @@ class Exchange(Operation):
         """
         spans = [Chunking(flat.numel, self._chunk).span(index) for flat in flats]
         empty = index == 0 and not self._link.on_stream
-        peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
+        peers = [r for r in self._link.others if spans[r].numel or empty]
         sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
         return [(r, scratch.take(n), flats[r].read(spans[r], scratch)) for r, n in zip(peers, sizes, strict=True)]
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.chunks import others_first
 from thinwire.collectives.groups import backend, backend_impl, group_all_gather, group_all_to_all, named, timeout_s
 from thinwire.errors import CollectiveError, WireError
 from thinwire.ranges import range_of
@@ -129,6 +128,7 @@ class Transport:
         self.device = device  # of the tensors
         self.rank = group.rank()
         self.world = group.size()
+        self.others = [(self.rank + i) % self.world for i in range(1, self.world)]  # no two ranks begin with the same
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self._sequences = sequences
@@ -174,9 +174,12 @@ class Transport:
 
     def all_gather_rows(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
-        others = others_first(self.rank, self.world)[:-1]
-        sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
-        return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
+        return self.exchange(*self._of_rows(rows), tag)
+
+    def _of_rows(self, rows: Sequence[Tensor]) -> tuple[Messages, Messages]:
+        """The messages that bring every rank's row to all."""
+        sends = [(rank, rows[self.rank]) for rank in self.others if rows[self.rank].numel()]
+        return sends, [(rank, rows[rank]) for rank in self.others if rows[rank].numel()]
 
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
@@ -266,14 +269,12 @@ class PairTransport(Transport):
     def all_to_all(self, received: Tensor, sent: Tensor, used_R: Sequence[int], tag: int) -> Moving:
         came, rows, own = received.view(self.world, -1), sent.view(self.world, -1), used_R[self.rank]
         came[self.rank].copy_(rows[self.rank])
-        others = others_first(self.rank, self.world)[:-1]
-        sends = [(rank, rows[rank][: used_R[rank]]) for rank in others if used_R[rank]]
-        return self.exchange(sends, [(rank, came[rank][:own]) for rank in sorted(others) if own], tag)
+        sends = [(rank, rows[rank][: used_R[rank]]) for rank in self.others if used_R[rank]]
+        return self.exchange(sends, [(rank, came[rank][:own]) for rank in sorted(self.others) if own], tag)
 
     def all_gather(self, whole: Tensor, _: Tensor, used_R: Sequence[int], tag: int) -> Moving:
-        rows, others, own = whole.view(self.world, -1), others_first(self.rank, self.world)[:-1], used_R[self.rank]
-        sends = [(rank, rows[self.rank][:own]) for rank in others if own]
-        return self.exchange(sends, [(rank, rows[rank][: used_R[rank]]) for rank in others if used_R[rank]], tag)
+        rows = [row[:used] for row, used in zip(whole.view(self.world, -1), used_R, strict=True)]
+        return self.exchange(*self._of_rows(rows), tag)
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         if self.has_checksums:
@@ -298,16 +299,14 @@ class PairTransport(Transport):
     def share(self, row: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.world)]
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        self._start([(r, local) for r in others], [(r, rows[r]) for r in others], self.draw_tags()).wait()
+        self._start(*self._of_rows(rows), self.draw_tags()).wait()
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
         """A receive that times out makes gloo close all connections, at both ends; some may be closed already."""
-        for rank in range(self.world):
-            if rank != self.rank:
-                with contextlib.suppress(RuntimeError, CollectiveError):
-                    self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
+        for rank in self.others:
+            with contextlib.suppress(RuntimeError, CollectiveError):
+                self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
 def pair_tag(text: str) -> int:

@@ -26,7 +26,7 @@ from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import IssuedCall, bounded, channel_of
-from thinwire.collectives.chunks import Flat, Scratch, others_first
+from thinwire.collectives.chunks import Flat, Scratch
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Hooks, RowMessage
 from thinwire.collectives.pipeline import Operation
@@ -345,9 +345,8 @@ class ExactGather(Operation):
         lengths_W = new.new_full((world, 1), own.numel(), dtype=torch.int64)
         yield self._link.all_gather_rows(lengths_W.view(torch.uint8).unbind(), self._tags[0])
         wires_W = [own.new_empty(length) for length in lengths_W.flatten().tolist()]
-        others = others_first(rank, world)[:-1]
-        sends = [(peer, own) for peer in others if own.numel()]
-        receives = [(peer, wires_W[peer]) for peer in others if wires_W[peer].numel()]
+        sends = [(peer, own) for peer in self._link.others if own.numel()]
+        receives = [(peer, wires_W[peer]) for peer in self._link.others if wires_W[peer].numel()]
         yield self._link.exchange(sends, receives, self._tags[0] + 1)
         self.sent_bytes += (world - 1) * (_LENGTH_BYTES + own.nbytes)
         self.plain += own.nbytes == new.nbytes
