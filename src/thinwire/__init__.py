@@ -1,7 +1,7 @@
 """thinwire: everything a PyTorch training job puts on the wire, in 1 to 8 bits.
 
 The public surface and nothing else. A name is imported when it is first used, so that `thinwire --help` needs no torch.
-To add one: a word in `_NAMES`, and the import that type checkers read.
+To add a name: list it in `_NAMES`, and import it for type checkers.
 """
 
 import importlib
@@ -94,7 +94,7 @@ _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernel
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(["exact", "functional", "hooks", "qat", *_MODULE_OF])
 
-if not typing.TYPE_CHECKING:  # which would let a checker take any name
+if not typing.TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> object:
         """A public name, from its module; `exact`, `functional`, `hooks` and `qat` are modules themselves."""
@@ -110,7 +110,7 @@ if not typing.TYPE_CHECKING:  # which would let a checker take any name
 
 
 def _register_backend() -> None:
-    """Let torch.distributed know the backend "thinwire", where it has been imported."""
+    """Register the backend "thinwire" if torch.distributed is imported."""
     if "torch.distributed" in sys.modules:
         importlib.import_module("thinwire.registration").register()
 

@@ -7,16 +7,16 @@ ThinwireError
 ├── NonfiniteError       (ArithmeticError)  gradients with NaN or Inf, where on_nonfinite="raise" asks for it
 ├── CodecError           (ValueError)    a codec string, parameter or input tensor that no codec can serve
 ├── QatError             (ValueError)    a model, quantizer, tensor or setting that thinwire.qat cannot serve
-│   ├── QatTypeError     (TypeError)     one of the wrong type
+│   ├── QatTypeError     (TypeError)     an argument of the wrong type
 │   └── QatStateError    (RuntimeError)  something that cannot be done now, or not at all
-├── RecordError          (ValueError)    a benchmark record that is not one
-├── AdviceError          (ValueError)    a job, link or machine that cannot be, or a quantity without its unit
+├── RecordError          (ValueError)    a file or rows that are not a benchmark record
+├── AdviceError          (ValueError)    an impossible job, link or machine, or a quantity without its unit
 ├── WireError            (ValueError)    a wire of the wrong length, dtype, device, version or codec
-├── BackendError         (RuntimeError)  a kernel backend was asked for by name and cannot serve
+├── BackendError         (RuntimeError)  a kernel backend was requested by name but cannot run
 └── MissingPackageError  (ImportError)   an optional package is not installed
 
-Outside the tree are what Python's own protocols ask for (AttributeError from a module's __getattr__, TypeError for a
-call that fits no signature), the TimeoutError of a wait that was given a timeout, and what torch raises itself.
+Outside the tree are errors that Python's protocols require (AttributeError from a module's __getattr__, TypeError for a
+call that fits no signature), the TimeoutError of a wait with a timeout, and the errors that torch itself raises.
 """
 
 
@@ -49,7 +49,7 @@ class RecordError(ThinwireError, ValueError):
 
 
 class AdviceError(ThinwireError, ValueError):
-    """Advice was asked for on a job, a cluster or a machine that cannot be; the message says what can."""
+    """Advice was requested for an impossible job, cluster or machine; the message says what is possible."""
 
 
 class WireError(ThinwireError, ValueError):
@@ -65,7 +65,7 @@ class MissingPackageError(ThinwireError, ImportError):
 
 
 class CollectiveError(ThinwireError, ValueError):
-    """A collective cannot do what it was asked: the op, the sizes, the group or the algorithm; the message says why."""
+    """A collective does not support the op, the sizes, the group or the algorithm; the message says why."""
 
 
 class DisagreementError(CollectiveError):

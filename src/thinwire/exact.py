@@ -1,8 +1,8 @@
 """Exact differences between a tensor and a base that both ends hold: bit for bit, whatever changed.
 
-`decode(encode(new, base), base)` has the bits of `new`, NaNs and signs of zeros among them. The wire takes as many
-bytes as the change needs: a fraction of a bit per number where little changed, and never more than 2 % over the
-numbers themselves and 64 bytes. kernels/exact.py has the code.
+`decode(encode(new, base), base)` has the bits of `new`, including those of NaNs and the signs of zeros. The wire is as
+long as the change requires: a fraction of a bit per number if little changed, and at most 64 bytes, plus 2 bytes per
+4096 numbers, longer than the numbers themselves. kernels/exact.py defines the code.
 """
 
 import torch
@@ -25,9 +25,9 @@ def encode(new: Tensor, base: Tensor) -> Tensor:
 
 
 def decode(wire: Tensor, base: Tensor) -> Tensor:
-    """The tensor that was encoded against `base`, bit for bit; WireError where the wire is damaged, or another base's.
+    """The tensor that was encoded against `base`, bit for bit. WireError if the wire is damaged or does not fit `base`.
 
-    A wire has no checksum: one whose damage makes another valid wire decodes to other numbers, as does another base.
+    A wire has no checksum: damage that leaves a valid wire, or a wrong base that fits it, gives wrong numbers.
     """
     _check(base, base)
     if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.device != base.device:

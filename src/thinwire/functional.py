@@ -1,22 +1,22 @@
-"""Differentiable collectives: they give a new tensor, and their gradient travels through a codec of its own.
+"""Differentiable collectives: they return a new tensor, and send its gradient through a codec of its own.
 
     y = thinwire.functional.all_reduce(x, codec="int4", backward_codec="bf16")
 
-Each is a custom op of torch (thinwire::all_reduce and so on) with a fake and a gradient, so that
-torch.compile(fullgraph=True) traces it in both directions. An op's schema holds plain values: a group travels as its
-name, a codec as its string, and `step` is an int that becomes symbolic once it changes from call to call, or None.
+Each is a custom op of torch (thinwire::all_reduce and so on) with a fake implementation and a gradient, so that
+torch.compile(fullgraph=True) traces it in both directions. An op's schema holds plain values: a group is passed by its
+name and a codec by its string; `step` is None, or an int that becomes symbolic once it changes from call to call.
 
 | forward                | backward                                             |
 |------------------------|------------------------------------------------------|
 | all_reduce, sum or avg | all_reduce of the gradients with the same op         |
 | all_gather             | reduce_scatter, sum                                  |
-| reduce_scatter         | all_gather; divided by the world where op is avg     |
+| reduce_scatter         | all_gather; divided by the world size if op is avg   |
 | all_to_all_single      | all_to_all_single with the two lists of splits swapped |
 
 [Note: Backward codec] A gradient is sent with `backward_codec`, and the gradient of that again with `codec`.
 
-To add one: an `_op` whose arguments end in `_Way`'s, made of the shape of its result, what fills that, and its backward
-in terms of the other ops; and a public function that turns objects into strings.
+To add one: an `_op` whose last arguments are those of `_Way`, from the shape of its result, a function that fills it,
+and its backward in terms of the other ops; and a public function that turns objects into strings.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def all_reduce(
 ) -> Tensor:
     """The sum ("sum") or mean ("avg") of every rank's x, the same bits on every rank.
 
-    `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call; None
-    counts the calls of the group. Pass it under activation checkpointing, where a call is made again.
+    `backward_codec` (default: `codec`) sends the gradient. `step` varies rotation and dither from call to call; its
+    default is the number of calls on this group. Pass it under activation checkpointing, which repeats calls.
     """
     return _all_reduce(x, _op_name(op), *_spelled(group, codec, backward_codec), algorithm, step)
 
@@ -70,7 +70,7 @@ def all_gather(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Tensor:
-    """The x of all ranks, in rank order along `dim`. All ranks pass the same shape."""
+    """The x of all ranks, concatenated in rank order along `dim`. All ranks pass the same shape."""
     return _all_gather(x, dim, *_spelled(group, codec, backward_codec), algorithm, step)
 
 
@@ -102,15 +102,15 @@ def all_to_all_single(
 ) -> Tensor:
     """Send rows of x to each rank, and return the rows that each rank sent here, in rank order.
 
-    The lists say how many rows come from (`output_split_sizes`) and go to (`input_split_sizes`) each rank; zeros are
-    fine, and None is equal parts.
+    The lists say how many rows come from (`output_split_sizes`) and go to (`input_split_sizes`) each rank; 0 is
+    allowed, and None means equal parts.
     """
     out_rows = None if output_split_sizes is None else list(output_split_sizes)
     in_rows = None if input_split_sizes is None else list(input_split_sizes)
     return _all_to_all_single(x, out_rows, in_rows, *_spelled(group, codec, backward_codec), algorithm, step)
 
 
-# Objects to strings, and back inside the ops. torch.compile traces the way there.
+# Here objects become strings, which torch.compile traces; the ops turn them back into objects.
 
 
 def _spelled(group: groups.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
@@ -125,8 +125,8 @@ def _text(thing: object) -> str:
     return str(thing)
 
 
-# What torch.compiler.assume_constant_result sets; that function would import the compiler. Dynamo then calls _text
-# while it traces, and guards on a codec's fields, rather than tracing string formatting it does not know.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler. Dynamo then calls _text while it
+# traces, and guards on a codec's fields, instead of tracing string formatting, which it does not support.
 _text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -140,7 +140,7 @@ def _op_name(op: object) -> str:
 
 
 class _Way(NamedTuple):
-    """How an op's numbers travel: what the arguments of every op end in."""
+    """How an op's numbers travel: the last arguments of every op."""
 
     group: str
     codec: str
@@ -150,17 +150,17 @@ class _Way(NamedTuple):
 
     @property
     def ranks(self) -> dist.ProcessGroup:
-        """The group of that name, by a private function of torch that its own functional collectives go by too."""
+        """The group of that name, by the private function that torch's own functional collectives use."""
         return distributed_c10d._resolve_process_group(self.group)  # type: ignore[attr-defined,arg-type]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is passed on to the verbs."""
+        """Keyword arguments for the collectives."""
         return {"codec": codec_named(self.codec), "algorithm": self.algorithm, "step": self.step}
 
     @property
     def back(self) -> "_Way":
-        """The way of the gradient. [Note: Backward codec]"""
+        """How the gradient travels. [Note: Backward codec]"""
         return self._replace(codec=self.backward_codec, backward_codec=self.codec)
 
 
@@ -175,7 +175,7 @@ def _check(way: _Way, op: str = "sum") -> None:
 
 
 def _check_dim(x: Tensor, dim: int) -> int:
-    """`dim` counted from the front."""
+    """`dim` without its negative form."""
     if not -x.dim() <= dim < x.dim():
         shape = tuple(x.shape)
         raise CollectiveError(f"dim must be {-x.dim()} .. {x.dim() - 1} for a tensor of shape {shape}, got {dim}")
@@ -190,7 +190,7 @@ def _check_divides(length: int, dim: int, world: int) -> int:
 
 
 def _rows(x: Tensor, out_rows: Sequence[int] | None, in_rows: Sequence[int] | None, world: int) -> int:
-    """How many rows all_to_all_single gives. Numbers not known yet while tracing are judged when the op runs."""
+    """How many rows all_to_all_single returns. Sizes that are unknown while tracing are checked when the op runs."""
     if x.dim() == 0:
         raise CollectiveError("all_to_all_single exchanges rows: expected one dimension or more, got a scalar")
     for name, splits in (("output_split_sizes", out_rows), ("input_split_sizes", in_rows)):
@@ -206,19 +206,19 @@ def _rows(x: Tensor, out_rows: Sequence[int] | None, in_rows: Sequence[int] | No
 
 
 def _known(truth: bool | torch.SymBool) -> bool:
-    """Whether it is certainly true."""
+    """Whether `truth` is true for certain; a symbolic one may be undecided while tracing."""
     if isinstance(truth, bool):
         return truth
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loaded whenever numbers are symbolic
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loaded already if it is symbolic
 
     return statically_known_true(truth)
 
 
-# The ops. Their settings, all that follows the tensor, are kept for the backward.
+# The ops. Their settings (all arguments but the tensor) are saved for the backward.
 
 
 def _op(name: str, arguments: str, shape: Any, fill: Any, backward: Any) -> _Op:
-    """A custom op, whose result has `shape(x, ...)` and is filled by `fill(out, x, ...)`."""
+    """A custom op whose result has the shape `shape(x, ...)` and is filled by `fill(out, x, ...)`."""
 
     def read(settings: Sequence[Any]) -> tuple[Any, ...]:
         own = len(settings) - len(_Way._fields)

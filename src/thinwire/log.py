@@ -1,4 +1,4 @@
-"""What thinwire says while it works: single lines, through the logger called "thinwire"."""
+"""Messages to the user: single lines through the logger "thinwire"."""
 
 import functools
 import logging
@@ -6,10 +6,10 @@ import sys
 
 
 def announce(text: str) -> None:
-    """Log `text` at level INFO; where nobody has set up logging, write "thinwire: text" to stderr.
+    """Log `text` at level INFO; if logging is not set up, write "thinwire: text" to stderr.
 
-    Call it on one rank. A handler on the logger "thinwire" or on the root takes the lines over, and
-    `logging.getLogger("thinwire").setLevel(logging.WARNING)` silences them.
+    Call it on one rank. A handler on the logger "thinwire" or on the root logger receives the lines instead of stderr,
+    and `logging.getLogger("thinwire").setLevel(logging.WARNING)` silences them.
     """
     logger = logging.getLogger("thinwire")
     if logger.hasHandlers():
@@ -20,5 +20,5 @@ def announce(text: str) -> None:
 
 @functools.cache
 def announce_once(text: str) -> None:
-    """The same, once per process."""
+    """Announce the same text only once per process."""
     announce(text)

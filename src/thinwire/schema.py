@@ -1,7 +1,7 @@
 """What the fields of a saved state may hold: one rule for each, so that a damaged state is rejected as a whole.
 
 A rule is called with the name of a field and its value. It raises CollectiveError with the name, what is expected and
-what came. `field` makes the rule of one value; `fields`, `each` and `pairs` make those of values that hold others.
+what was found. `field` makes the rule of one value; `fields`, `each`, `pairs` and `parts` make rules for containers.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError, CollectiveError, ThinwireError
 
 Rule = Callable[[str, Any], None]
-_LATER = ("moments", "gathered")  # keys that older states, and those of one rank, do not have
+_LATER = ("moments", "gathered")  # optional keys: older states, and those of one rank, lack them
 LISTS = (list, tuple)
 
 
@@ -116,7 +116,7 @@ def one_of(*known: str) -> Rule:
 
 
 def numbers(shape: Sequence[int] | None, *, finite: bool = True) -> Rule:
-    """Real numbers in one plain tensor; if no shape is known, flat."""
+    """Real numbers in one plain tensor; of one dimension if `shape` is None."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, Tensor) or value.layout != torch.strided or hasattr(value, "to_local"):
@@ -132,7 +132,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def is_codec(value: Any) -> bool:
-    """Whether it is the text of a codec."""
+    """Whether it is the string of a codec."""
     with contextlib.suppress(CodecError):
         return isinstance(value, str) and bool(registry.codec(value))
     return False
@@ -162,7 +162,7 @@ def check_version(state: Any, version: int, at: str = "") -> None:
 
 
 def head_of(states: Sequence[Mapping[str, Any]], version: int, step: str, at: str = "") -> Mapping[str, Any]:
-    """The first state, if all are of the same world and of the same step, which is at the key `step`."""
+    """The first state. Raise unless all have the same world and the same step (under the key `step`)."""
     if not states:
         raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
     for state in states:
@@ -176,7 +176,7 @@ def head_of(states: Sequence[Mapping[str, Any]], version: int, step: str, at: st
 
 
 def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
-    """Load a saved state, the field of that name, or raise and change nothing."""
+    """Load the saved state of an optimizer (the field `name`), or raise and change nothing."""
     if type(optimizer).__module__.startswith("torch.optim."):  # others check their states themselves
         _check_optimizer(name, optimizer, saved)
     before = optimizer.state_dict()
@@ -188,7 +188,7 @@ def load_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
 
 
 def _check_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
-    """Raise unless one of torch's optimizers can step from a saved state."""
+    """Raise unless `optimizer`, one of torch's own, can step from the saved state."""
     ids = [settings["params"] for settings in optimizer.state_dict()["param_groups"]]
 
     def is_listed(value: Any) -> bool:
@@ -220,7 +220,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
 
 
 def _setting(present: Any) -> Rule:
-    """The rule of an optimizer's setting, by what it is now; `_try_step` finds the rest."""
+    """The rule of an optimizer's setting, by its present value; `_try_step` finds other faults."""
     if isinstance(present, bool):
         return field("True, False or None", lambda value: isinstance(value, bool | None))
     if not isinstance(present, int | float):
@@ -235,11 +235,11 @@ def _setting(present: Any) -> Rule:
 
 
 def _try_step(kind: Any, parameter: Tensor, settings: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Step zeros from a copy of a saved state, with gradients of one; raises where a real step would."""
+    """Step a parameter of zeros from a copy of a saved state, with gradients of ones; raises if a real step would."""
     zeros = nn.Parameter(torch.zeros_like(parameter))
     zeros.grad = torch.ones_like(parameter)
     taken = set(inspect.signature(kind).parameters) - {"params"}
-    probe = kind([zeros], **{key: value for key, value in settings.items() if key in taken})  # which checks them
+    probe = kind([zeros], **{key: value for key, value in settings.items() if key in taken})  # checks the settings
     one = {key: value for key, value in settings.items() if key != "param_names"} | {"params": [0]}
     probe.load_state_dict({"state": {0: deepcopy(held)}, "param_groups": [one]})
     probe.step()

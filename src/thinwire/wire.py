@@ -25,8 +25,8 @@ from thinwire.errors import WireError
 MAGIC = b"TW"
 VERSION = 1
 HEADER_BYTES = 32
-ALIGN = 16  # scales, minima and the first plane start on it, and a wire ends on it
-KEY_AT = 16  # in the header, the 8 bytes of the rotation's key
+ALIGN = 16  # scales, minima and the first plane start, and a wire ends, on a multiple of it
+KEY_AT = 16  # offset in the header of the rotation's key, 8 bytes
 _HEADER = struct.Struct("<2sBBBBHIIQQ")  # magic version kind bits variant 0 block 0 key numel
 
 # A width is stored as planes of 8, 4, 2 or 1 bits, the low bits of a code first.
@@ -68,13 +68,13 @@ class LloydVariant(IntEnum):
     ROTATED = 1
 
 
-KEPT_UNIT = 16  # byte 5 of a topk header counts the kept numbers of a block in units of so many
+KEPT_UNIT = 16  # byte 5 of a topk header is the number of kept numbers per block, divided by this
 
 IDENTITY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def hash_once(self: Any) -> int:
-    """The `__hash__` of a frozen dataclass whose objects are looked up in caches at every call."""
+    """`__hash__` of a frozen dataclass, computed once per object: objects are looked up in caches at every call."""
     try:
         found: int = self._hash
     except AttributeError:
@@ -105,7 +105,7 @@ class Format:
         return self.gaussian and self.variant == LloydVariant.ROTATED
 
     def layout(self, numel: int) -> "Layout":
-        """The offsets of a wire of `numel` elements."""
+        """The layout of a wire of `numel` elements."""
         return _layout(self, numel)
 
 
@@ -126,9 +126,9 @@ class Layout:
 
     @cached_property
     def tail(self) -> int:
-        """Codes stored for the last block: its length, padded.
+        """Codes stored for the last block: its length, padded so that planes fill whole bytes.
 
-        A Lloyd or trellis block has a power of two of codes, an integer block a multiple of 8: planes fill their bytes.
+        The padded length of a Lloyd or trellis block is a power of two, that of an integer block a multiple of 8.
         """
         if not self.num_blocks:
             return 0
@@ -159,7 +159,7 @@ class Layout:
 
     @cached_property
     def low_bits(self) -> int:
-        """Low bits of a kept number's place, which a topk wire stores as they are; its marks encode the others."""
+        """How many low bits of a kept number's place a topk wire stores as they are; marks encode the others."""
         return (self.format.block // self.kept).bit_length() - 1
 
     @cached_property
@@ -217,9 +217,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def read_key(layout: Layout, wires_WN: Tensor, known: int | None = None) -> int:
-    """Check the header of every wire (one per row) against `layout` and return their rotation key, `known` or shared.
+    """Check the header of every wire (one per row) and return their rotation key: `known`, or that of wire 0.
 
-    Reads 32 bytes per wire on the host, so it serves CPU wires; on another device it would wait for the stream.
+    Reads 32 bytes per wire on the host, so it is meant for CPU wires; on another device it would wait for the stream.
     """
     heads = _heads(wires_WN)
     shared: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
@@ -277,7 +277,7 @@ def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
 
 
 def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
-    """Whether the wires hold only finite numbers. A block with others has a scale that is not finite."""
+    """Whether the wires hold only finite numbers. A block with NaN or Inf has a scale that is not finite."""
     if not layout.numel:
         return torch.ones((), dtype=torch.bool, device=wires_WN.device)
     at, count, dtype = layout.scales_at, layout.num_blocks, torch.bfloat16
@@ -287,10 +287,10 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
     return values.isfinite().all()
 
 
-EXACT_BLOCK = 4096  # numbers of a block of exact differences
+EXACT_BLOCK = 4096  # numbers in a block of exact differences
 EXACT_CLASSES = 16
 EXACT_DIRECT = 15  # the gap parameter of a class whose members are all coded
-EXACT_MOST_GAP = 12  # the largest other one
+EXACT_MOST_GAP = 12  # the largest gap parameter of other classes
 EXACT_TABLES_AT = HEADER_BYTES + 2 * EXACT_CLASSES  # end of the tables of both parameters
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -305,26 +305,26 @@ class ExactTables:
 
 
 def exact_lengths(lengths_K: Tensor, longest: int | None = None) -> Tensor:
-    """The lengths of blocks as a wire has them, a byte or two each."""
+    """The lengths of blocks in the dtype of a wire: one byte each, or two if one of them needs it."""
     longest = max(lengths_K.tolist(), default=0) if longest is None else longest
     return lengths_K.to(torch.uint8 if longest <= 0xFF else torch.int16)
 
 
 def exact_head(tables: ExactTables, dtype: torch.dtype, width: int, numel: int) -> Tensor:
-    """The first bytes of a wire of exact differences; the lengths of blocks, of `width` bytes, follow, then blocks."""
+    """The first bytes of a wire of exact differences; block lengths of `width` bytes follow, then the blocks."""
     bits, variant = 8 * dtype.itemsize, EXACT_DTYPES.index(dtype)
     header = _HEADER.pack(MAGIC, VERSION, Kind.EXACT, bits, variant, width, EXACT_BLOCK, tables.top, 0, numel)
     return torch.frombuffer(bytearray(header + bytes(tables.gaps) + bytes(tables.values)), dtype=torch.uint8)
 
 
 def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[ExactTables, Tensor, int]:
-    """The tables, where every block starts and the last one ends, and where the first starts in the wire.
+    """(tables, starts, blocks_at): `starts` of the blocks, and the last one's end, count from `blocks_at` in the wire.
 
-    Checks all of it: what is returned can be decoded without reading outside the wire.
+    Everything is checked: decoding with these reads nothing outside the wire.
     """
     if wire.numel() < EXACT_TABLES_AT:
         raise WireError(f"a wire of exact differences has {EXACT_TABLES_AT} bytes or more, got {wire.numel()}")
-    front = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # the lengths, too: a GPU is waited for once
+    front = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # with the lengths: one wait for a GPU
     head = front[:EXACT_TABLES_AT].numpy().tobytes()
     magic, version, kind, bits, variant, width, block, top, key, count = _HEADER.unpack(head[:HEADER_BYTES])
     expected = MAGIC, VERSION, Kind.EXACT, 8 * dtype.itemsize, EXACT_DTYPES.index(dtype), EXACT_BLOCK, 0
@@ -341,7 +341,7 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
         raise WireError("the tables of a wire of exact differences are damaged")
     blocks_at = EXACT_TABLES_AT + width * -(-numel // EXACT_BLOCK)
     lengths = torch.zeros(blocks_at - EXACT_TABLES_AT, dtype=torch.uint8)
-    lengths[: len(front) - EXACT_TABLES_AT] = front[EXACT_TABLES_AT:blocks_at]  # a wire that was cut may have fewer
+    lengths[: len(front) - EXACT_TABLES_AT] = front[EXACT_TABLES_AT:blocks_at]  # a truncated wire may have fewer
     lengths = lengths.view(torch.int16 if width == 2 else torch.uint8).long() & 0xFFFF
     plain = torch.full_like(lengths, EXACT_BLOCK * dtype.itemsize)
     plain[-1:] = (numel - EXACT_BLOCK * (len(plain) - 1)) * dtype.itemsize

@@ -35,7 +35,7 @@ class Codec(ABC):
     seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
 
     def __post_init__(self) -> None:
-        """Check the fields whose type says what they may be, and the seed."""
+        """Check the seed, and the fields whose type is a Literal or bool."""
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             words = get_args(field.type) if get_origin(field.type) is Literal else ()
@@ -48,7 +48,7 @@ class Codec(ABC):
 
     @property
     def unit(self) -> int:
-        """How many elements collectives keep together when they cut a message. Ask the codec that `pick` gives."""
+        """How many elements collectives keep together when they cut a message. Ask the codec that `pick` returns."""
         return 1
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Codec(ABC):
 
     @ranged("thinwire::encode")
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
-        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave in it what was lost.
+        """Write the wire of x. With a residual (fp32, x's shape): encode x + residual, and store in it what was lost.
 
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
@@ -85,16 +85,16 @@ class Codec(ABC):
         _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
-        """Decode the wire into `out`, of a dtype that the codec takes (for `none` the encoded one) and any strides."""
+        """Decode the wire into `out`, of any strides and a dtype that the codec takes (for `none` the encoded one)."""
         self.decode_sum(wire.unsqueeze(0), out, scale=scale, step=step)
 
     @ranged("thinwire::decode")
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
-        Pass the `step` that the wires are known to be encoded with: on the CPU wires of another one raise WireError,
-        on a GPU headers are then not read. Wires of another codec or length raise WireError. On a GPU, where nothing
-        waits for headers, the sum of such wires is NaN.
+        Pass the `step` that the wires were encoded with if it is known: then the CPU raises WireError for wires of
+        another step, and a GPU does not read headers. Wires of another codec or length raise WireError. On a GPU, where
+        the host does not wait for headers, a header that does not match makes the sum NaN instead.
         """
         recipe = _recipe(self, out.numel(), out.dtype)
         rotation = _key_of(recipe, wires_WN, out.device, step)
@@ -124,8 +124,8 @@ class Codec(ABC):
     ) -> None:
         """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation.
 
-        `trusted` says that the wires were encoded with this `step`; on a GPU headers are then not read. Wires that do
-        not fit raise WireError, or on a GPU give a wire that decodes to NaN.
+        `trusted` says that the wires were encoded with this `step`; a GPU then does not read headers. Wires that do not
+        match raise WireError, or on a GPU give a wire that decodes to NaN.
         """
         if not self.recodes:
             raise CodecError(f"codec {self}: sums of its wires are not encoded again; decode_sum them")
@@ -140,7 +140,7 @@ class Codec(ABC):
         _mark_written(wire)
 
     def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Whether every number of these wires is finite, as a tensor of one truth value. Reads the scales alone."""
+        """Whether every number of these wires is finite, as a scalar bool tensor. Reads only the scales, if any."""
         layout = _recipe(self, numel, dtype).layout
         wire.check_wires(layout, wires_WN, wires_WN.device)
         return wire.all_finite(layout, wires_WN)
@@ -166,7 +166,7 @@ class Codec(ABC):
 class _Recipe:
     """What one codec does with tensors of one length and dtype."""
 
-    codec: Codec  # the one that encodes, where others only choose
+    codec: Codec  # the one that encodes: a codec made of codecs only picks it
     how: Encoding
     layout: wire.Layout
 
@@ -219,12 +219,12 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
 
 
 def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int | None) -> int | None:
-    """Check the wires and return the key of their rotation; None: it is in their headers, which the kernels check."""
+    """Check the wires and return the key of their rotation, or None for kernels to take it from the headers."""
     wire.check_wires(recipe.layout, wires_WN, device)
     if step is None:
         return None
     key = recipe.keys(step, 0)[0]
-    if device.type == "cpu":  # where headers are read at no cost: a bit of the key may have flipped
+    if device.type == "cpu":  # reading headers costs nothing here, and a bit of the key may have flipped
         wire.read_key(recipe.layout, wires_WN, key)
     return key
 
@@ -232,7 +232,7 @@ def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int |
 def _check_memory(*tensors: Tensor) -> None:
     """Kernels read memory, which a wrapper (a DTensor, a fake tensor) does not have."""
     for tensor in tensors:
-        offset = tensor.storage_offset() * tensor.itemsize  # a view's address has it, whether there is memory or not
+        offset = tensor.storage_offset() * tensor.itemsize  # part of data_ptr() even where there is no memory
         if tensor.device.type != "meta" and tensor.numel() and tensor.data_ptr() <= offset:
             raise CodecError(
                 f"expected a plain tensor, got {type(tensor).__name__} without memory: use its local tensor"

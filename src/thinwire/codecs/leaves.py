@@ -32,7 +32,7 @@ class Identity(Codec):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A shorter float. fp16 and the 8-bit formats carry a power-of-two scale per block: nothing over- or underflows.
+    """A shorter float. fp16 and the 8-bit formats have a power-of-two scale per block: no block over- or underflows.
 
     bf16 has the range of fp32, needs no scale and keeps every NaN and Inf in its element. fp16 with block=0 is a plain
     cast too; numbers beyond 65504 become infinite in it.
@@ -75,7 +75,7 @@ class BlockInt(Codec):
     """
 
     bits: int = 8  # fewer => smaller wire, larger error
-    block: int = 128  # smaller => scales follow the data, 16 bits (affine 32) more for each
+    block: int = 128  # smaller => scales fit the data better; each takes 16 bits (affine: 32)
     mode: Literal["symmetric", "affine"] = "symmetric"
     rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => unbiased, twice the squared error
     seed: int = 0
@@ -88,7 +88,7 @@ class BlockInt(Codec):
 
     @property
     def unit(self) -> int:
-        """A block where `aligned` asks for it, else one element."""
+        """A block if `aligned`, else one element."""
         return self.block if self.aligned else 1
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
@@ -125,7 +125,7 @@ class Lloyd(Codec):
             raise CodecError(f"block must be a power of two from 32 to 1024, got {self.block!r}")
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
-        """Codes of so many bits, whatever the input's dtype."""
+        """Codes of `bits` bits, whatever the input's dtype."""
         variant = LloydVariant.ROTATED if self.rotate else LloydVariant.PLAIN
         return Encoding(Format(self.kind, self.bits, variant, self.block), unbiased=self.scale == "unbiased")
 
@@ -135,7 +135,7 @@ class Lloyd(Codec):
 
 @dataclass(frozen=True)
 class Trellis(Lloyd):
-    """Lloyd's rotation and scale, and codes of 64 numbers that are chosen together.
+    """The rotation and scale of `Lloyd`; but the codes of 64 numbers are chosen together.
 
     Its wire is as long as that of `Lloyd` with the same bits and block. Encoding takes longer.
     """
@@ -148,10 +148,10 @@ class Trellis(Lloyd):
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The numbers of largest magnitude of every block of 4096, each in 2 bits and the bits of its place.
+    """The numbers of largest magnitude in every block of 4096, each in 2 bits plus the bits of its place.
 
-    All others decode to 0, so it makes sense where what was lost is sent later: with error feedback. Sums of such wires
-    are not encoded again.
+    All others decode to 0, so use it with error feedback, which sends what was lost later. Sums of such wires are not
+    encoded again.
     """
 
     fraction: float = 0.03125  # of the numbers, in steps of 1/256; smaller => smaller wire, larger error
@@ -164,7 +164,7 @@ class TopK(Codec):
 
     @property
     def kept(self) -> int:
-        """Numbers that are kept of every block."""
+        """How many numbers of every block are kept."""
         return KEPT_UNIT * round(self.fraction * _TOPK_BLOCK / KEPT_UNIT)
 
     @property

@@ -1,7 +1,7 @@
 """Codecs made of codecs: the choice of a codec by a tensor's size, shape or name.
 
-They encode nothing themselves: `pick(name, shape)` gives the codec that does, and `encode`, `decode` and the rest go
-through it. Without a name the last rule of `ByName` holds; without a shape its length alone decides in `BySize`.
+They encode nothing themselves: `pick(name, shape)` returns the codec that does, and `encode`, `decode` and the others
+use it. `ByName` uses its last rule if there is no name; `BySize` goes by the length alone if there is no shape.
 """
 
 import math
@@ -31,8 +31,8 @@ class _Chooser(Codec):
 class BySize(_Chooser):
     """`small` for tensors of fewer than `min_numel` elements or `min_ndim` dimensions, `large` for the others.
 
-    min_ndim=2 exempts norms, biases and other 1-D parameters. Only `pick`, which knows the shape, looks at it; `encode`
-    does not, since its buffers may be flat.
+    min_ndim=2 exempts norms, biases and other 1-D parameters. Only `pick`, which knows the shape, uses `min_ndim`;
+    `encode` does not, since its buffers may be flat.
     """
 
     small: Codec = field(default_factory=Cast)
@@ -69,7 +69,7 @@ class ByName(_Chooser):
     rules: tuple[tuple[str, Codec], ...]
 
     def __init__(self, rules: Mapping[str, Codec | str] | Sequence[tuple[str, Codec | str]]) -> None:
-        from thinwire.codecs.registry import codec  # the registry knows this class too
+        from thinwire.codecs.registry import codec  # here, as the registry imports this module
 
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         object.__setattr__(self, "rules", tuple((pattern, codec(c)) for pattern, c in pairs))
