@@ -1,4 +1,4 @@
-"""Kernels: what codecs and fake quantization compute, defined in plain torch, on the fastest backend that runs."""
+"""Kernels of codecs and fake quantization: defined in plain torch, and run on the fastest backend available."""
 
 from thinwire.kernels.dispatch import BACKENDS, flat, select, use_backend
 from thinwire.kernels.schema import Backend, Encoding, FakeGradients, Grid

@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 7  # of native/thinwire.h
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantization; more threads find no work
-_WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
+_WIDE_ROW = 1024  # elements of a row that a part should at least hold; fewer => slower access to memory
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the reference serves doubles
 
 
@@ -77,7 +77,7 @@ def variant() -> str:
 
 
 def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
-    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    """wire = encode(x + residual); residual = x + residual - decode(wire), unchanged in non-finite blocks."""
     job = _job(how, how.format.layout(x.numel()), _DTYPES[x.dtype], rotation, dither)
     updates = None if residual is None else residual.data_ptr()
     _run("tw_encode", job, x.data_ptr(), updates, wire.data_ptr())
@@ -112,7 +112,7 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
-    """dx and the parameters' gradients of `Grid`. Sums but those of doubles are the same for any number of threads."""
+    """dx and the parameters' gradients of `Grid`. The sums do not depend on the number of threads."""
     job = _fake(grid, of.x_OCI.shape, of.x_OCI.dtype, torch.get_num_threads())
     slices = job.cuts_o * job.cuts_i
     partials = None if slices == 1 else torch.empty(slices, *of.scale_C.shape, 2, dtype=torch.float64)
@@ -152,7 +152,7 @@ def _fake(grid: Grid, shape: torch.Size, dtype: torch.dtype, threads: int) -> _F
 
 
 def _cuts(shape: torch.Size, parts: int) -> tuple[int, int, int]:
-    """Into how many parts each dimension is cut, `parts` in all: channels first, they have their sums to themselves."""
+    """How many parts each dimension is cut into, about `parts` in all. Channels come first: they share no sums."""
     outer, channels, inner = shape
     by_channel = min(parts, channels, max(1, channels * inner // _WIDE_ROW))
     by_outer = min(outer, -(-parts // by_channel))

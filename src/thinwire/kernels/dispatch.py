@@ -1,8 +1,8 @@
 """Kernel dispatch: which backend serves a tensor.
 
 Triton serves CUDA tensors, C serves CPU tensors, and the reference in plain torch serves any. To add a backend: write
-the functions of `schema.Backend`, `unavailable()` and `serves(device)` among them, in a module or a package, and enter
-it in `BACKENDS`, fastest first. tests/test_kernels.py then compares it with the reference byte for byte.
+the functions of `schema.Backend`, including `unavailable()` and `serves(device)`, in a module or a package, and add it
+to `BACKENDS`, fastest first. tests/test_kernels.py then compares it with the reference byte for byte.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from thinwire.kernels.schema import Backend
 from thinwire.wire import CastVariant, Format, Kind
 
 BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
-_requested = os.environ.get("THINWIRE_BACKEND") or "auto"  # an empty variable asks for nothing
-_said: set[str] = set()  # devices whose fallback to the reference was announced
+_requested = os.environ.get("THINWIRE_BACKEND") or "auto"  # an empty variable counts as unset
+_said: set[str] = set()  # device types whose fallback to the reference was announced
 
 
 def select(device: torch.device, what: Format | torch.dtype | None = None) -> Backend:
-    """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run.
+    """The backend for tensors on `device`: the requested one, or for "auto" the fastest that can run.
 
-    what: the format of wires, or the dtype of numbers. The reference serves those that it alone knows everywhere.
+    what: a wire format, or a dtype. If only the reference supports it, the reference serves it, whatever was requested.
     """
     if what is not None and _needs_reference(what, device):
         return reference
@@ -42,7 +42,7 @@ def select(device: torch.device, what: Format | torch.dtype | None = None) -> Ba
 
 @lru_cache(maxsize=1024)
 def _needs_reference(what: Format | torch.dtype, device: torch.device) -> bool:
-    """Doubles, topk wires, and e4m3 on GPUs that lack it."""
+    """Whether only the reference supports it: doubles, topk wires, and e4m3 on GPUs that lack it."""
     if isinstance(what, torch.dtype):
         return what == torch.float64
     if what.kind == Kind.CAST and what.variant == CastVariant.E4M3 and device.type == "cuda":
@@ -52,11 +52,11 @@ def _needs_reference(what: Format | torch.dtype, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block every kernel of this process runs on backend `name`, or raises.
+    """Inside the `with` block, every kernel of this process runs on the backend `name`, or raises.
 
-    On NCCL, calls of a kind that was made before keep the kernels they were made with.
+    On NCCL, a call like an earlier one keeps the kernels of that one.
     The names are those of `BACKENDS` ("triton", "cpu", "reference"), and "auto" for the fastest that can run. The
-    environment variable THINWIRE_BACKEND sets the same from outside. Example: with thinwire.use_backend("cpu"): ...
+    environment variable THINWIRE_BACKEND sets the default. Example: with thinwire.use_backend("cpu"): ...
     """
     global _requested
     _check_name(name)
@@ -99,7 +99,7 @@ def _say_once(device: torch.device) -> None:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """x's numbers in one contiguous row, as kernels take them; without a copy where they are already."""
+    """x as one contiguous row, as kernels expect it; copied only if it is not contiguous."""
     if x.is_contiguous() and not x.is_neg():
         return x if x.dim() == 1 else x.detach().view(-1)
     return x.detach().resolve_neg().contiguous().view(-1)

@@ -1,22 +1,22 @@
 """Exact differences in plain torch: what changed between a tensor and a base that both ends hold, without loss.
 
-The bits of a number, as an integer in the order of the numbers they stand for, change by some units of the last place.
-How many depends on the size of the number, so the exponent of the *base* is context that costs nothing:
+Read as integers that sort like the numbers, the bits of a number change by some units in the last place. How many
+depends on the size of the number, so the exponent of the *base*, which both ends have, serves as context:
 
     ordered = bits, the other bits of a negative number inverted        d = ordered(new) - ordered(base), which wraps
     u = 0, 1, 2, 3, ... for d = 0, -1, 1, -2, ...                      class = clamp(top - exponent(base), 0, 15)
 
 A block of 4096 numbers is coded by class: all members of class 0 in their order, then those of class 1, and so on.
 Every class has a gap parameter g and a value parameter v. A Rice code with parameter k of an integer x is x >> k zeros,
-a one, and the k low bits of x. In a class with g = 15 every member's u is Rice coded with v. In other classes changed
-members alone are coded: the number of unchanged members before it (with g), then u - 1 (with v). Where no changed
-member follows in a class, there are as many zeros as are needed to pass its last member, if each passes 2 ** g. A
-value that would have 16 zeros or more has 16, and then its own bits. Bits fill bytes from the lowest on. A
-block whose code is not shorter than its plain numbers consists of these, as its length shows.
+a one, and the k low bits of x. In a class with g = 15 every member's u is Rice coded with v. In other classes only
+changed members are coded, each by the number of unchanged members since the last one (with g), then u - 1 (with v).
+After the last changed member of a class, zeros pass the members that are left, each zero up to 2 ** g of them. A value
+whose code would begin with 16 zeros or more is 16 zeros and then its plain bits. Bits fill bytes from the lowest up. A
+block whose code would not be shorter than its plain numbers holds these instead; its length tells which.
 
 Lengths are known after one pass, so that blocks can be written in parallel. `choose` takes the parameters from counts.
 
-Shape suffixes: K blocks, B numbers of a block, C classes; E exponents, L lengths of u in bits, V value parameters.
+Shape suffixes: K blocks, B numbers of a block, C classes; E exponents, L lengths of u in bits, G and V parameters.
 """
 
 import itertools
@@ -30,13 +30,13 @@ from torch.nn.functional import pad
 
 from thinwire.wire import EXACT_BLOCK as BLOCK, EXACT_CLASSES, EXACT_DIRECT, EXACT_MOST_GAP, ExactTables, exact_lengths
 
-MOST_ZEROS = 16  # of a value
-COUNTED = 64  # blocks whose numbers are counted, at most twice as many
+MOST_ZEROS = 16  # at the start of a value's code
+COUNTED = 64  # blocks to count, if there are so many; fewer than twice as many are
 EXPONENTS = 256
 MOST_BITS = 32  # of a number
-LENGTHS = MOST_BITS + 1  # bit lengths of a difference
-BIT = 1 << 20  # of a cost
-RARE = 1024  # a class of its own needs more than one in so many numbers above it
+LENGTHS = MOST_BITS + 1  # bit lengths of a difference: 0 to 32
+BIT = 1 << 20  # what one bit adds to a cost
+RARE = 1024  # `top` is the largest exponent that more than one in RARE numbers has or exceeds
 
 
 class NumberFormat(NamedTuple):
@@ -56,7 +56,7 @@ FORMATS = {
 
 
 def counted_stride(numel: int) -> int:
-    """Every how manieth block is counted."""
+    """Only every n-th block is counted; this is n."""
     return max(1, numel // (BLOCK * COUNTED))
 
 
@@ -90,7 +90,7 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
 
 
 def ordered(x: Tensor) -> Tensor:
-    """The bits of numbers, as integers in the order of the numbers."""
+    """The bits of numbers, as integers that sort like the numbers."""
     format = FORMATS[x.dtype]
     bits = x.contiguous().view(format.signed).long()
     return bits ^ ((bits >> 63) & ((1 << (format.bits - 1)) - 1))
@@ -114,7 +114,7 @@ def _wrapped(x: Tensor, bits: int) -> Tensor:
 
 
 def _undone(base: Tensor, u: Tensor) -> Tensor:
-    """The numbers whose differences to the base are u."""
+    """The numbers whose differences from the base are u."""
     format = FORMATS[base.dtype]
     bits = _wrapped(ordered(base) + (u >> 1 ^ -(u & 1)), format.bits)
     return (bits ^ ((bits >> 63) & ((1 << (format.bits - 1)) - 1))).to(format.signed).view(base.dtype)
@@ -124,16 +124,16 @@ def _undone(base: Tensor, u: Tensor) -> Tensor:
 
 
 def choose(counts_EL: Tensor, bits: int) -> ExactTables:
-    """The parameters that make the counted numbers shortest, if a class's changes come independently.
+    """The parameters that make the code of the counted numbers shortest, if the changes in a class are independent.
 
-    Costs are integers, so that all backends find the same; below each is its parameter: the least is the first of them.
+    Costs are integers, so that all backends agree. The low 5 bits of each are its parameter: in a tie the lowest wins.
     """
     counts_EL = counts_EL.cpu()
     above_E = counts_EL.sum(1).flip(0).cumsum(0).flip(0)  # numbers with this exponent or a larger one
     top = max(int((above_E * RARE > above_E[0]).sum()) - 1, 0)
     class_E = (top - torch.arange(EXPONENTS)).clamp(0, EXACT_CLASSES - 1)
     counts_CL = counts_EL.new_zeros(EXACT_CLASSES, LENGTHS).index_add_(0, class_E, counts_EL)
-    costs = counts_CL.double() @ value_costs(bits, counts_CL.device).double()  # exact, and faster than of integers
+    costs = counts_CL.double() @ value_costs(bits, counts_CL.device).double()  # exact, and faster than in integers
     direct_C, change_C = (costs.long() << 5 | torch.arange(MOST_BITS)).min(2).values
     gap_costs_CG = _gap_costs(counts_CL.sum(1), counts_CL[:, 1:].sum(1))
     gap_C = (gap_costs_CG << 5 | torch.arange(EXACT_MOST_GAP + 1)).min(1).values
@@ -143,22 +143,22 @@ def choose(counts_EL: Tensor, bits: int) -> ExactTables:
 
 
 def _gap_costs(members_C: Tensor, changed_C: Tensor) -> Tensor:
-    """What the gaps of each class are expected to take, by parameter."""
+    """(C, G): the expected cost of the gaps in each class, for each gap parameter."""
     step = torch.arange(EXACT_MOST_GAP + 1)
     powers = [1 - changed_C.double() / members_C.clamp(min=1)]
-    for _ in range(EXACT_MOST_GAP):  # to the power of 2 ** step, with the same roundings on every machine
+    for _ in range(EXACT_MOST_GAP):  # its powers of 2 ** step, rounded alike on every machine
         powers.append(powers[-1] * powers[-1])
     stays = torch.stack(powers, 1)
     cost = changed_C[:, None] * (stays / (1 - stays).clamp(min=1e-12) + 1 + step)
-    none = members_C[:, None].double() / (1 << step)  # zeros alone, where nothing has changed
+    none = members_C[:, None].double() / (1 << step)  # only zeros, if nothing has changed
     return (torch.where(changed_C[:, None] > 0, cost, none) * BIT).long()
 
 
 @lru_cache
 def value_costs(bits: int, device: torch.device) -> Tensor:
-    """(2, L, V): the mean length of the code of u, and of that of u - 1, over all u of a length in bits."""
+    """(2, L, V): the mean cost of the code of u, and of u - 1, over samples of all u with each length in bits."""
     costs = torch.zeros(2, LENGTHS, MOST_BITS, dtype=torch.int64)
-    costs[:, :, bits:] = 1 << 30  # there are none
+    costs[:, :, bits:] = 1 << 30  # there are no such parameters
     for v in range(bits):
         costs[0, 0, v] = BIT * (1 + v)
         for length in range(1, bits + 1):
@@ -176,7 +176,7 @@ def _length(value: int, v: int, bits: int) -> int:
 
 
 def _classes(tables: ExactTables, base: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Of every class its parameters, and the places of its members."""
+    """The gap parameter, the value parameter, and the places of the members of every class."""
     class_B = (tables.top - exponents(base)).clamp(0, EXACT_CLASSES - 1)
     for c in range(EXACT_CLASSES):
         yield tables.gaps[c], tables.values[c], (class_B == c).nonzero().flatten()
@@ -213,7 +213,7 @@ def _digits(x: int, width: int) -> str:
 
 
 def _decoded(tables: ExactTables, block: bytes, base: Tensor) -> Tensor | None:
-    """The numbers of a block; None if the bytes are damaged. Beyond them are zeros."""
+    """The numbers of a block; None if the bytes are damaged. Past the end, digits read as zeros."""
     if len(block) == base.nbytes:
         return torch.frombuffer(bytearray(block), dtype=base.dtype).to(base.device)
     bits, text, at = FORMATS[base.dtype].bits, _digits(int.from_bytes(block, "little"), 8 * len(block)), 0
@@ -242,7 +242,7 @@ def _decoded(tables: ExactTables, block: bytes, base: Tensor) -> Tensor | None:
 
 
 def _read(text: str, at: int, k: int) -> tuple[int, int, int]:
-    """A Rice code's zeros, its number, and where it ends."""
+    """(zeros, x, end) of the Rice code with parameter k that starts at `at`."""
     one = text.find("1", at)
     one = one if one >= 0 else at + BLOCK
     return one - at, one - at << k | _number(text[one + 1 : one + 1 + k]), one + 1 + k

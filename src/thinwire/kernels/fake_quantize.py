@@ -26,7 +26,7 @@ class _Placed(NamedTuple):
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool | None:
-    """out = y of `Grid`; whether all scales are good, where that is known without waiting for a device."""
+    """out = y of `Grid`. Returns whether all scales are valid, or None if the host would have to wait for a device."""
     at = _place(grid, x_OCI, scale_C, shift_C)
     out_OCI.copy_(at.codes() * at.scale_C1 + at.offset_C1)
     return bool(at.scale_C1.isfinite().all()) if x_OCI.device.type == "cpu" else None
@@ -49,10 +49,10 @@ def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -
     compute = torch.promote_types(x_OCI.dtype, torch.float32)
     scale_C1 = scale_C.to(compute).unsqueeze(1)
     usable = (scale_C1 > 0) & (scale_C1 < torch.inf) & (1 / scale_C1 < torch.inf)
-    scale_C1 = scale_C1.where(usable, torch.nan)  # a grid can have no other
+    scale_C1 = scale_C1.where(usable, torch.nan)  # other scales are invalid
     offset_C1 = zero_C1 = torch.zeros_like(scale_C1)
     if shift_C is not None and grid.offset:
-        offset_C1 = shift_C.to(compute).unsqueeze(1) + 0.0  # no negative zero: y would have the sign of r, or not
+        offset_C1 = shift_C.to(compute).unsqueeze(1) + 0.0  # no negative zero: it would let a zero y have r's sign
     elif shift_C is not None:
         zero_C1 = shift_C.to(compute).round().clamp(grid.quant_min, grid.quant_max).unsqueeze(1)
         scale_C1 = scale_C1.where(zero_C1.isfinite(), torch.nan)
@@ -76,6 +76,6 @@ def codes_of(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None)
 
 
 def values_of(grid: Grid, codes_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
-    """out = the numbers of these codes: for those of x the y of `Grid`."""
+    """out = the numbers that these codes stand for: for the codes of x, y of `Grid`."""
     at = _place(grid, out_OCI.new_zeros(1, *scale_C.shape, 1), scale_C, shift_C)
     out_OCI.copy_((codes_OCI.to(at.scale_C1.dtype) + at.low_C1) * at.scale_C1 + at.offset_C1)

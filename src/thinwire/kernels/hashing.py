@@ -1,9 +1,9 @@
-"""Counter-based hash behind rotation signs and stochastic rounding: same numbers on every backend, no global RNG."""
+"""Counter-based hash for rotation signs and stochastic rounding: the same on every backend, with no global RNG."""
 
 from functools import lru_cache
 
 _MASK64 = (1 << 64) - 1
-# Streams: one seed and step feed independent uses.
+# Streams: independent uses of one seed and step.
 ROTATION = 1
 DITHER = 2
 DITHER_RECODE = 3

@@ -51,7 +51,7 @@ def unavailable() -> str | None:
 
 
 def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
-    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    """wire = encode(x + residual); residual = x + residual - decode(wire), unchanged in non-finite blocks."""
     layout = how.format.layout(x.numel())
     if residual is not None:
         x = x + residual
@@ -97,7 +97,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
 
 
 def saturate(format: Format, z: Tensor, most: float) -> Tensor:
-    """Clamp what quantization error took past `most` to it. Larger values are overflows, and stay."""
+    """Clamp to `most` the values that quantization error took past it. Larger ones are overflows, and stay."""
     reach = LLOYD_REACH if format.gaussian else OTHER_REACH
     beyond = min(f32(most * reach), FLOAT_MAX)
     return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
@@ -226,14 +226,14 @@ def _into_domain(x_KB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _enter_sum(x_KB: Tensor, post_K1: Tensor, *, lift_only: bool = False) -> tuple[Tensor, Tensor]:
-    """Bring a sum in the middle domain into its own; with `lift_only` (no squares are needed) only a tiny one."""
+    """Move a sum from the middle domain into its own; with `lift_only` (if no squares are needed) only a tiny one."""
     inner_KB, inner_K1 = _into_domain(x_KB)
     enter = (post_K1 == 1) & (inner_K1 < 1 if lift_only else inner_K1 != 1)
     return torch.where(enter, inner_KB, x_KB), torch.where(enter, inner_K1, post_K1)
 
 
 def _store(scale_K1: Tensor, post_K1: Tensor) -> Tensor:
-    """16 bits of a scale that bfloat16 holds: times 2**32 out of the lowered domain, sign bit set in the lifted one."""
+    """A scale as bfloat16: times 2**32 if it is in the lowered domain, with its sign bit set if in the lifted one."""
     lifted = post_K1 < 1
     value = torch.where(lifted, -scale_K1, scale_K1 * post_K1)
     return value.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)
@@ -250,7 +250,7 @@ def _sum_blocks(layout: Layout, wires_WN: Tensor, span: _Span) -> tuple[Tensor, 
     scale_WK1 = _read_scales(layout, wires_WN, span, layout.scales_at)
     lifted = scale_WK1.signbit()
     scale_WK1 = scale_WK1.abs()
-    scale_WK1 = torch.where(scale_WK1 < SMALLEST_SCALE, torch.zeros_like(scale_WK1), scale_WK1)  # encoders write none
+    scale_WK1 = torch.where(scale_WK1 < SMALLEST_SCALE, torch.zeros_like(scale_WK1), scale_WK1)  # never written
     huge = (scale_WK1 >= HUGE_PEAK) & ~lifted
     if layout.affine:
         minimum_WK1 = _read_scales(layout, wires_WN, span, layout.minima_at)
@@ -374,7 +374,7 @@ def _encode_lloyd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """code = level q nearest to z / rms (trellis: of the best path).
 
-    scale = <z, q> / <q, q>, or unbiased <z, z> / <z, q>; power: mean square of z. The products are those of integers:
+    scale = <z, q> / <q, q>, or unbiased <z, z> / <z, q>; power: mean square of z. The products are taken of integers:
     y = round(grid * z / rms), and levels as in LevelTable.
     """
     grid = table_of(how.format).grid
@@ -384,7 +384,7 @@ def _encode_lloyd(
     blank_K1 = bad_K1 | (power_K1 == 0)
     rms_K1 = power_K1.sqrt()
     gain_K1 = torch.where(blank_K1, torch.zeros_like(rms_K1), _over(grid, rms_K1))
-    y_KB = (z_KB.double() * gain_K1.double()).round().int()  # of the exact product
+    y_KB = (z_KB.double() * gain_K1.double()).round().int()  # rounds the exact product
     if how.format.kind == Kind.TRELLIS:
         y_KB = y_KB.clamp(-128, 127)
         codes_KB, level_KB = trellis.choose(how.format.bits, y_KB)
@@ -404,7 +404,7 @@ def _encode_lloyd(
 
 
 def _nearest(bits: int, y_KB: Tensor, negative_KB: Tensor) -> tuple[Tensor, Tensor]:
-    """The Lloyd codes of cells, and their levels. The sign is that of z, as a cell of 0 has none."""
+    """The Lloyd codes of cells, and their levels. Signs are those of z, as a cell of 0 has none."""
     table = LLOYD[bits]
     rank_KB = torch.zeros_like(y_KB)
     for edge in table.edges:
@@ -423,7 +423,7 @@ def f32(value: float) -> float:
 
 
 def root(codes: int) -> float:
-    """1 / sqrt(codes): the length of a rotated block, undone."""
+    """1 / sqrt(codes), which normalizes the transform of a block."""
     return f32(1 / math.sqrt(codes))
 
 
@@ -494,5 +494,5 @@ def _dither(x_KB: Tensor, lo: int, key: int) -> Tensor:
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once on every device: by a number itself torch multiplies with its inverse on a GPU."""
+    """x / by, rounded once on every device: on a GPU, torch multiplies by the inverse of a Python number."""
     return x / torch.full_like(x, by)

@@ -1,9 +1,9 @@
 """Messages in rows: the wires of all shards of a tensor, side by side in a matrix, encoded or decoded in one go.
 
-Here they are defined, row by row, by the operations of a backend; `triton.row_launch` does the same in one launch each,
-unless a job is not `fused`. Both give callables that are made once and called at every step. `wires` is a uint8 tensor
-whose rows start `stride` bytes apart, and `mixed` stands for the step (hashing.row_step). Where it has no memory (on
-device "meta"), a call computes nothing: its kernel is compiled, if it has one.
+They are defined here, row by row, by the operations of a backend; `triton.row_launch` does the same in one launch each,
+if the job is `fused`. Both return callables that are made once and called at every step. `wires` is a uint8 tensor
+whose rows start `stride` bytes apart; `mixed` stands for the step (hashing.row_step). If `wires` has no memory (device
+"meta"), a call computes nothing, but compiles its kernel, if it has one.
 
 Feedback: x + factor * memory is encoded, and `left` passes data from one of these operations to the next:
 
@@ -12,7 +12,7 @@ Feedback: x + factor * memory is encoded, and `left` passes data from one of the
 | "classic" | the encoding error | the error of the sum | memory = share * left |
 | "ef21" | the decoded wire | the own part less the sum | memory += share * left, of the own row left + result |
 
-share is 1 for the own row and `scale` for others. With "ef21" the result is added to `mean`, which is remembered too.
+share is 1 for the own row, else the decoder's argument. With "ef21", mean + result is the output and the new mean.
 """
 
 from collections.abc import Callable
@@ -40,32 +40,32 @@ class Memory(NamedTuple):
     mean: Tensor | None = None
 
     def part(self, begin: int, end: int) -> "Memory":
-        """The memory of some elements."""
+        """The memory of the elements from `begin` to `end`."""
         return Memory(self.kept[begin:end], self.left[begin:end], None if self.mean is None else self.mean[begin:end])
 
 
 class Picked(NamedTuple):
-    """Numbers here and there in a tensor, in codecs without blocks. To encode them leaves zeros in their place."""
+    """Scattered numbers of a tensor, for codecs without blocks. Encoding them leaves zeros in their place."""
 
     whole: Tensor
     places: Tensor  # of each in the flat tensor
-    copy: Tensor | None = None  # gets what is encoded, where a recode adds the own part
+    copy: Tensor | None = None  # receives the numbers, if a recode adds the own part later
 
 
 class Bad(NamedTuple):
-    """Records calls that met non-finite numbers: (the last such call, how many there were)."""
+    """Records the calls that meet non-finite numbers."""
 
-    noted: Tensor  # two int32
-    call: int  # the number of this one
+    noted: Tensor  # two int32: the last such call, and how many there were
+    call: int  # the number of this call
 
 
 Fine = bool | Tensor  # whether every number is finite; on a GPU a tensor, so that the host does not wait
 Watch = Callable[[tuple[int, int], Tensor, Tensor], None]  # (span, what is encoded, what its wire decodes to)
-# (x, wires, mixed, memory, watch=None): `watch`, of a job that is not fused, sees every row.
+# (x, wires, mixed, memory, watch=None): `watch` is called for every row, if the job is not fused.
 Encode = Callable[..., None]
 Recode = Callable[[Tensor, Tensor, int, Tensor | None, Memory | None], None]  # (wires, wire, mixed, own x, memory)
-# (wires, out, memory, bad, source=None, mixed=None): the row that was left out is copied from `source`; headers on the
-# CPU must have the key of `mixed`, if that is given.
+# (wires, out, memory, bad, source=None, mixed=None): the skipped row is copied from `source`. If `mixed` is given,
+# headers on the CPU must have its key.
 Decode = Callable[..., None]
 Scan = Callable[[Tensor, Bad], None]  # (wires, bad)
 
@@ -96,7 +96,7 @@ def encoder(
             part, residual, left = x[begin:end], None, None
             if feedback is not None and memory is not None:
                 left = memory.left[begin:end]
-                if feedback.mode == "classic" and watch is None:  # one pass encodes the sum, and leaves what it lost
+                if feedback.mode == "classic" and watch is None:  # one pass encodes the sum and stores what it lost
                     left.copy_(part)
                     part, residual = memory.kept[begin:end].float() * feedback.factor, left
                 else:
@@ -116,8 +116,8 @@ def encoder(
 def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedback: Feedback | None = None) -> Recode:
     """Writes the wire of scale * the sum of `world` wires of a row.
 
-    With `own` >= 0 the wire of that number is left out, the one after all others stands in its place, and the own x
-    (all of it, of which the row is a part) is added, exactly.
+    With `own` >= 0 that wire did not travel: the last one is added in its place, and the own x (the whole tensor, of
+    which the row is a part) is added exactly.
     """
     fused = _fused(job)
     if fused is not None and (own < 0 or fused.adds_own(job)):
@@ -168,9 +168,9 @@ def decoder(
     share: float = 1.0,
     feedback: Feedback | None = None,
 ) -> Decode:
-    """Writes out = every row's wire decoded, times `scale`; row `skip` is copied from a tensor that is like out.
+    """Writes out = every row's wire decoded, times `scale`; row `skip` is copied from `source`, a tensor like out.
 
-    With `world` > 1 there is one row, the sum of so many wires. `share` and `own`: see the table above.
+    With `world` > 1 there is one row, the sum of `world` wires. `share` and `own`: see the table above.
     """
     fused = _fused(job)
     if fused is not None:
@@ -227,7 +227,7 @@ def scanner(job: RowJob, world: int = 1) -> Scan:
 
 
 def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
-    """Count the call once, if a wire of it is not finite."""
+    """Count the call, only once, if one of its wires is not finite."""
     if wires.is_meta:
         return
     fine = all_finite(job, wires, world)
@@ -238,13 +238,13 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
 
 
 def all_finite(job: RowJob, wires: Tensor, world: int = 1) -> Tensor:
-    """Whether all wires are; world: of one row, those of so many ranks."""
+    """Whether all wires are finite: one per row, or for `world` > 1 those of all ranks for one row."""
     each = [wire_format.all_finite(job.layout(r), _row(wires, job, r, world)) for r in range(job.rows.short + 1)]
     return torch.stack(each).all()
 
 
 def is_fine(bad: Bad | None) -> Fine:
-    """Whether nothing of a call was found that is not finite."""
+    """Whether the call has met no number that is not finite."""
     if bad is None:
         return True
     fine = bad.noted[0] != bad.call
@@ -252,7 +252,7 @@ def is_fine(bad: Bad | None) -> Fine:
 
 
 def _fused(job: RowJob) -> Any:
-    """The launches of a backend that has them for this format."""
+    """The module with the backend's fused launches, or None if the job or the backend has none."""
     backend: Any = _backend(job) if job.fused else None
     return backend.fused_rows() if hasattr(backend, "fused_rows") else None
 
@@ -262,20 +262,20 @@ def _backend(job: RowJob) -> Any:
 
 
 def _check_headers(job: RowJob, wires_WN: Tensor, numel: int, rotation: int | None) -> None:
-    """On the CPU, where headers are read at no cost: a bit of one may have flipped on its way."""
+    """Check headers on the CPU, where reading them costs nothing: a bit may have flipped on the way."""
     if rotation is not None and wires_WN.is_cpu:
         wire_format.read_key(job.how.format.layout(numel), wires_WN, rotation)
 
 
 def _row(wires: Tensor, job: RowJob, row: int, world: int = 1) -> Tensor:
-    """The wires of a row, as a matrix: one, or where several are added those of all ranks."""
+    """The wires of a row, as a matrix: one, or for `world` > 1 those of all ranks."""
     nbytes = job.layout(row).nbytes
     start = 0 if world > 1 else row * job.stride
     return wires.as_strided((world, nbytes), (job.stride, 1), wires.storage_offset() + start)
 
 
 def taken(x: Picked) -> Tensor:
-    """The numbers, with zeros left in their place."""
+    """Take the numbers out, leaving zeros in their place."""
     whole = x.whole.view(-1)
     found = torch.index_select(whole, 0, x.places, out=x.copy)
     whole.index_fill_(0, x.places, 0)
@@ -303,7 +303,7 @@ def _decoded(
 def remember(
     memory: Memory, feedback: Feedback, begin: int, end: int, result: Tensor, own: bool, share: float, fine: Fine
 ) -> None:
-    """What the table above says; with "ef21" the result becomes that added to the mean."""
+    """Update the memory as the table above says; with "ef21" also add the mean to `result`."""
     kept = memory.kept[begin:end]
     left = memory.left[begin:end]
     if feedback.mode == "classic":

@@ -41,12 +41,12 @@ class Rows:
     count: int
 
     def span(self, row: int) -> tuple[int, int]:
-        """The elements of a row, from the first to before the second number."""
+        """(begin, end) of the elements of a row."""
         return min(row * self.each, self.numel), min((row + 1) * self.each, self.numel)
 
     @cached_property
     def short(self) -> int:
-        """The last row that holds anything, which may be shorter than the others; -1 where none does."""
+        """The last row that holds anything, which may be shorter than the others; -1 if none does."""
         return -(-self.numel // self.each) - 1 if self.numel else -1
 
 
@@ -70,21 +70,21 @@ class RowJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers of a fake quantizer and its gradients. A channel has a scale s and a shift.
+    """The integers of a fake quantizer, what it computes, and its gradients. A channel has a scale s and a shift.
 
-    The shift is a real offset b (z = 0), or a zero point (b = 0), rounded and brought into the range to be z:
+    The shift is a real offset b (then z = 0), or a zero point (then b = 0): rounded and clamped to the range, it is z.
 
         lo = quant_min - z      v = (x - b) * (1 / s)      y = clamp(r, lo, hi) * s + b
         hi = quant_max - z      r = round(v), ties to even
 
-    For a gradient g of y, where outside means r < lo or r > hi, by the paper's rule v <= lo or v >= hi:
+    For a gradient g of y, where outside means r < lo or r > hi, or by the paper's rule v <= lo or v >= hi:
 
         dx = 0 outside, g inside
         ds = factor * sum of g * (clamp(r, lo, hi) outside, r - v inside)
         db = factor * sum of g outside      dz = -s * db
 
-    All is computed in fp32, doubles in doubles. A channel whose s is not positive, or not finite, or has no finite
-    inverse, or whose shift is NaN, is NaN. So is y where x is.
+    Doubles are computed in doubles, all else in fp32. A channel is NaN if its shift is, or if s is not positive, not
+    finite, or has no finite inverse. y is NaN where x is.
     """
 
     quant_min: int
@@ -94,7 +94,7 @@ class Grid:
 
 
 class FakeGradients(NamedTuple):
-    """The tensors of a fake quantizer's backward pass. dx is None if nobody wants it."""
+    """The tensors of a fake quantizer's backward pass. dx is None if it is not needed."""
 
     x_OCI: Tensor
     grad_OCI: Tensor
@@ -110,8 +110,8 @@ class Backend(Protocol):
     Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire per row.
     `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
     byte of its output. Where wires are read, rotation None means that their headers are unchecked: the operation checks
-    them, takes the key from there, and raises WireError on a mismatch; where that would make the host wait for a
-    device, it returns NaN instead.
+    them, takes the key from there, and raises WireError on a mismatch. If the host would have to wait for a device to
+    do so, the result is NaN instead.
     """
 
     def serves(self, device: torch.device) -> bool:
@@ -123,7 +123,7 @@ class Backend(Protocol):
     def encode(
         self, how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int
     ) -> None:
-        """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+        """wire = encode(x + residual); residual = x + residual - decode(wire), unchanged in non-finite blocks."""
 
     def decode_sum(self, format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
         """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
@@ -144,16 +144,16 @@ class Backend(Protocol):
     def fake_quantize(
         self, grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor
     ) -> bool | None:
-        """out = y of `Grid`; without a shift b and z are 0. x and out are contiguous, channels in the middle.
+        """out = y of `Grid`; without a shift, b and z are 0. x and out are contiguous, channels in the middle.
 
-        False: a scale is invalid. None: unknown without waiting for a device.
+        Returns whether all scales are valid, or None if the host would have to wait for a device to know.
         """
 
     def fake_quantize_grad(self, grid: Grid, of: FakeGradients, factor: float) -> None:
         """dx and the parameters' gradients of `Grid`.
 
-        dx is the same bytes from every backend. The order of the sums is the backend's own. The second row need only
-        be written where there is a shift.
+        Every backend writes the same bytes of dx, but adds sums in its own order. The second row of `sums_2C` need be
+        written only if there is a shift.
         """
 
     def exact_encode(self, new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor]:
@@ -165,7 +165,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class LevelTable:
-    """The integers that codes stand for. A value of y standard deviations falls into cell round(grid * y)."""
+    """The integers that codes stand for. A value of y standard deviations is in cell round(grid * y)."""
 
     grid: int
     levels: tuple[int, ...]  # the positive ones
@@ -204,7 +204,7 @@ class TrellisTable(LevelTable):
 
 
 STRAND = 64  # codes that are chosen together
-CELLS = 64  # that have a cost of their own, around 0; beyond them the outermost ones count
+CELLS = 64  # cells around 0 that have costs of their own; cells further out cost what the outermost ones do
 TRELLIS = {
     1: TrellisTable(12, (19, 57), 8),
     2: TrellisTable(14, (11, 37, 62, 106), 6),

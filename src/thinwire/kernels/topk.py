@@ -1,10 +1,10 @@
 """The definition of topk wires, in plain torch: the largest numbers of every block. It serves every device.
 
-Of a block of 4096 numbers the k largest by magnitude are kept, of equal ones the first. Those above the mean of the
-kept magnitudes have the block's upper level, the others its lower one; a level is the mean of the magnitudes that have
-it. Places are sent in the manner of Elias and Fano: their low bits one after the other, their high bits as marks, of
-which number (place >> low_bits) + i stands for the i-th kept number. A number that was not kept decodes to 0. Since
-levels are means, no block loses more than its own power.
+A block of 4096 numbers keeps the k of largest magnitude; of equal ones, the first. Those above the mean of the kept
+magnitudes get the block's upper level, the others its lower one; a level is the mean of the magnitudes that get it.
+Places are coded as by Elias and Fano: their low bits one after the other, their high bits as marks, where mark
+(place >> low_bits) + i is set for the i-th kept number. A number that is not kept decodes to 0. Since levels are
+means, the error of a block has no more power than the block.
 
 Shape suffixes: K blocks, B numbers of a block, S kept numbers of a block, M marks of a block.
 """
@@ -56,7 +56,7 @@ def decode_sum(layout: Layout, wires_WN: Tensor) -> Tensor:
 
 
 def _largest(size_KB: Tensor, count: int) -> Tensor:
-    """The places of the largest numbers of every row, in order; of equal ones the first."""
+    """The places of the `count` largest numbers of every row, in ascending order; of equal ones, the first."""
     least_K1 = size_KB.topk(count, dim=1).values[:, -1:]
     above_KB = size_KB > least_K1
     equal_KB = size_KB == least_K1
@@ -66,9 +66,9 @@ def _largest(size_KB: Tensor, count: int) -> Tensor:
 
 
 def _levels(size_KS: Tensor, real_KS: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the kept magnitudes are above their mean, and the means of the others and of those.
+    """Which kept magnitudes are above their mean; and the means of (those that are not, those that are).
 
-    What is not real stands past the end of the last block, and counts for no mean.
+    Numbers that are not real stand past the end of the last block, and count for no mean.
     """
     exact_KS = size_KS.double()  # sums of large numbers stay finite
     upper_KS = exact_KS > _mean(exact_KS, real_KS)
@@ -77,7 +77,7 @@ def _levels(size_KS: Tensor, real_KS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(x_KS: Tensor, part_KS: Tensor) -> Tensor:
-    """Mean of a part of every row, 0 of none; sums by a fixed tree, so that all devices write the same bytes."""
+    """Mean of a part of every row, 0 if it is empty; summed by a fixed tree, so that all devices agree."""
     length = 1 << (x_KS.shape[1] - 1).bit_length()
     total_K1 = tree_sum(pad(torch.where(part_KS, x_KS, 0), (0, length - x_KS.shape[1])))
     return total_K1 / part_KS.sum(1, keepdim=True).clamp(min=1)

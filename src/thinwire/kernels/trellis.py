@@ -5,10 +5,10 @@ bit p and index bits q, as p + 2 q. Along a strand, with zeros before its start,
 
     index[i] = 4 q[i] + 2 (p[i] ^ p[i-2]) + p[i-1]
 
-is the place of the element's level among the 2 ** (bits + 1) levels of the table. So a code has a choice between half
-of the levels, and which half depends on the path bits before. The two lowest bits of an index name one of four
-subsets of levels, whose cost is its distance to the element. A path ends in one of four states, p[i] + 2 p[i-1]; of the
-two paths that lead to a state the cheaper one is kept.
+is the place of the element's level among the 2 ** (bits + 1) levels of the table. So a code can choose among half of
+the levels, and the path bits before it decide which half. The two lowest bits of an index name one of four subsets of
+levels; it costs the squared distance from the element to its nearest level. A path ends in one of four states,
+p[i] + 2 p[i-1]; of the two paths that lead to a state, the cheaper one is kept.
 
 Shape suffixes: K blocks, B codes of a block, L positions of a strand, S strands.
 """
@@ -21,15 +21,15 @@ from torch.nn.functional import pad
 
 from thinwire.kernels.schema import CELLS, STRAND, TRELLIS, TrellisTable
 
-MOST = 255  # the cost of a path no better than any other
-_FIRST = [0, 0, 1, 1]  # the two states that a path comes from, by the state it leads to: p[i-2] = 0 and 1
+MOST = 255  # costs of paths are cut here, which the best path never reaches
+_FIRST = [0, 0, 1, 1]  # for each state, the previous state with p[i-2] = 0, and below the one with p[i-2] = 1
 _SECOND = [2, 2, 3, 3]
 _FIRST_SUBSET = [0, 2, 1, 3]  # 2 (p[i] ^ p[i-2]) + p[i-1] of these steps
 _SECOND_SUBSET = [2, 0, 3, 1]
 
 
 def choose(bits: int, y_KB: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of cells of the table's grid, and the levels they stand for."""
+    """The best codes for cells of the table's grid, and the levels they stand for."""
     table = TRELLIS[bits]
     y_KLS = _in_strands(y_KB)
     costs_4KLS = costs(table).to(y_KB.device)[:, (y_KLS.clamp(-CELLS // 2, CELLS // 2 - 1) + CELLS // 2).long()]
@@ -64,7 +64,7 @@ def _in_strands(x_KB: Tensor) -> Tensor:
 
 
 def costs(table: TrellisTable) -> Tensor:
-    """(4, CELLS): what it costs to round a cell to a subset of levels, below 128."""
+    """(4, CELLS): what it costs to round a cell to the nearest level of each subset; below 128."""
     cell = torch.arange(-CELLS // 2, CELLS // 2)
     levels = torch.tensor(table.signed_levels).view(-1, 4, 1)
     cost = (4 * cell - levels).square().amin(0)
