@@ -1,7 +1,7 @@
-/* The exported functions: choose the instruction set, cut the work into ranges of blocks or boxes, one thread a range.
+/* The exported functions: choose the instruction set, cut the work into ranges of blocks or boxes, one thread per range.
  *
- * Threads are started and joined inside the call. Nothing outlives it, so it is safe from several threads at once and
- * in a process forked from one that has called it.
+ * Each call starts and joins its threads. Nothing outlives the call, so it is safe from several threads at once and in
+ * a process forked from one that has called it.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -16,8 +16,8 @@ extern const tw_kernels tw_baseline;
 #include <cpuid.h>
 extern const tw_kernels tw_avx2;
 
-/* The processor has AVX2, FMA and BMI, and the system keeps their registers. Not __builtin_cpu_supports: its tables are a
- * part of libgcc, which not every compiler links. */
+/* Whether the processor has AVX2, FMA and BMI, and the system saves their registers. __builtin_cpu_supports needs tables
+ * from libgcc, which not every compiler links. */
 static int find_avx2(void) {
   unsigned a, b, c, d, kept, high;
   unsigned first = bit_OSXSAVE | bit_FMA | bit_POPCNT, newer = bit_AVX2 | bit_BMI | bit_BMI2;
@@ -26,7 +26,7 @@ static int find_avx2(void) {
   return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & newer) == newer;
 }
 
-/* Asked once: in a virtual machine every CPUID leaves it, for more than a microsecond. */
+/* Found only once: in a virtual machine every CPUID exits to the host, which takes more than a microsecond. */
 static int has_avx2(void) {
   static _Atomic int known = -1;
   if (known < 0) known = find_avx2();
@@ -37,12 +37,12 @@ static int has_avx2(void) {
 extern const tw_kernels tw_dotprod;
 #endif
 
-/* THINWIRE_ISA=baseline: what runs on processors without the newer instructions, for tests. */
+/* For tests, THINWIRE_ISA=baseline selects the kernels for processors without the newer instructions. */
 static const tw_kernels *kernels(void) {
   const char *asked = getenv("THINWIRE_ISA");
   if (asked && !strcmp(asked, "baseline")) return &tw_baseline;
 #if defined(__x86_64__)
-  if (has_avx2()) return &tw_avx2; /* F16C came first */
+  if (has_avx2()) return &tw_avx2; /* whatever has it has F16C */
 #elif defined(__aarch64__) && defined(__linux__)
   if (getauxval(AT_HWCAP) & 1 << 20) return &tw_dotprod; /* HWCAP_ASIMDDP */
 #endif
@@ -91,7 +91,7 @@ static int known(const tw_job *job) {
   return job->kind >= TW_IDENTITY && job->kind < TW_LLOYD;
 }
 
-/* Header, and zeros where sections end short of the next. */
+/* Write the header, and zeros in the gaps between sections. */
 static void frame(const tw_job *job, uint8_t *wire) {
   int64_t scales_end = job->scales_at + 2 * job->num_blocks, codes_at = job->plane_at[0];
   int64_t last_plane = job->num_planes - 1, width = job->plane_width[last_plane];
@@ -151,7 +151,7 @@ TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const vo
 
 static int64_t exact_blocks(const tw_exact *exact) { return (exact->numel + TW_EXACT_BLOCK - 1) / TW_EXACT_BLOCK; }
 
-/* Bytes of all blocks, one after the other from the start of `room`, which is as long as the numbers; returns how many. */
+/* Writes all blocks one after the other to `room`, which is as long as the numbers; returns how many bytes they take. */
 TW_EXPORT int64_t tw_exact_encode(const tw_exact *exact, const void *fresh, const void *base, uint8_t *room,
                                   uint16_t *lengths) {
   tw_task task = {.exact = exact, .x = fresh, .base = base, .wire = room, .lengths = lengths};

@@ -33,7 +33,7 @@ typedef struct {
   int32_t quant_min, quant_max;
   int32_t offset, paper;
   int64_t outer, channels, inner;
-  int64_t cuts_o, cuts_c, cuts_i; /* into how many parts each of them is cut */
+  int64_t cuts_o, cuts_c, cuts_i; /* how many parts each of them is cut into */
 } tw_fake;
 
 /* Exact differences: see kernels/exact.py. */
@@ -44,21 +44,21 @@ typedef struct {
   uint8_t gaps[16], values[16]; /* by class */
 } tw_exact;
 
-/* The buffers of one operation; it runs over blocks [first, last), over elements where there are no blocks. */
+/* The buffers of one operation, which runs over blocks [first, last), or over elements if there are no blocks. */
 typedef struct {
   const tw_job *job;
   const void *x;         /* encode */
   float *residual;       /* encode, may be NULL */
   const uint8_t *wires;  /* decode_sum, recode */
   uint8_t *wire;         /* encode, recode */
-  void *out;             /* decode_sum; y or dx of a fake quantization, where NULL says that nobody wants dx */
+  void *out;             /* decode_sum; y or dx of a fake quantization; NULL: dx is not needed */
   const tw_fake *fake;   /* instead of job; it runs over boxes */
-  const void *grad;      /* of y; NULL: y is wanted */
+  const void *grad;      /* of y; NULL: compute y, not gradients */
   const float *scale, *shift; /* of every channel; shift may be NULL */
   float *sums;           /* gradients of scale and shift, two rows */
-  double *partials;      /* two a channel for every slice; NULL where no channel is cut */
+  double *partials;      /* two per channel and slice; NULL if no channel is cut */
   double factor;         /* of sums */
-  int32_t *bad_scale;    /* becomes 1 where a scale is none, or an exact wire damaged */
+  int32_t *bad_scale;    /* becomes 1 if a scale is invalid, or an exact wire is damaged */
   const tw_exact *exact; /* instead of job; it runs over blocks */
   const void *base;      /* exact */
   uint16_t *lengths;     /* bytes of every exact block, written */
