@@ -432,7 +432,7 @@ def test_the_optimizer_that_is_named_counts_before_that_of_a_state(group: Group)
 # --- frozen parameters ------------------------------------------------------------------------------------------------
 @by_turns(
     "options, freeze, late",
-    [CLASSIC, {"codec": "auto:3.5", "optimizer": "linear"}, CLASSIC, {"codec": "int8"}],
+    [CLASSIC, {"codec": "auto:3.5", "optimizer": "linear"}, {**CLASSIC, "measure_every": 1}, {"codec": "int8"}],
     [["first"], ["first"], ["second"]],
     [False, True, False],
 )
@@ -459,6 +459,8 @@ def test_a_resumed_run_may_freeze_other_layers(
         if model is second:
             (owed,) = before.state_dict()["ranks"].values()
             after.load_state_dict(before.state_dict())
+            (lost,) = after.state_dict()["errors"].values()
+            assert freeze == ["first"] or dict(lost).keys() == {"c", "d", "e"}, "bits are dealt to what travels"
         for step in range(4):
             found = backward(model, draw(group.rank(), step))
     mean = flat(found[2:] if "second" in freeze else found)

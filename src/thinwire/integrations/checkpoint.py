@@ -240,8 +240,10 @@ def read(
     remembered_of = {name for state in states for part in state["ranks"].values() for name in part}
 
     def load() -> Loaded:
-        sync.load(head, head["step"], residuals, head["mean"], errors)
-        loaded = {*errors, *remembered_of}
+        resting = {} if names.frozen_travel else names.frozen
+        lost = {name: error for name, error in errors.items() if name not in resting}
+        sync.load(head, head["step"], residuals, head["mean"], lost)
+        loaded = {*errors, *remembered_of} - {*resting}
         names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
         return int(head["step"]), layout
 

@@ -314,6 +314,9 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         )
     check_stepped(ddp_model.module, options.get("optimizer"))
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
+    # DDP goes on bringing gradients of what was frozen after it was made.
+    brought = ddp_model._get_ddp_logging_data()["num_parameter_tensors"]
+    state._names.frozen_travel = brought > len(state._names.sizes)
     _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and (hint := _mesh_hint(state)):

@@ -94,12 +94,11 @@ class _Round:
     due: int  # the inner step after which it is applied
     sent: Tensor  # this rank's parameters when it began
     average: Tensor
-    future: "Future[Tensor] | None"
-    group: dist.ProcessGroup
+    future: "Future[Tensor] | None" = None
 
-    def wait(self) -> Tensor:
+    def wait(self, group: dist.ProcessGroup) -> Tensor:
         if self.future is not None:
-            wait_in(self.group, self.future, self.average)
+            wait_in(group, self.future, self.average)
             self.future = None
         return self.average
 
@@ -152,13 +151,12 @@ class DiLoCo(Handle):
         self.overlap = overlap
         self.beta = beta
         self._model = model
-        self._inner = _stepping(inner_optimizer)
         self._group = groups.resolve(group)
+        self._inner = _stepping(inner_optimizer, self._group)
         everything = [(plain_name(name), p) for name, p in _bare(model).named_parameters()]  # as on other ranks
         named = _trained(everything)
         _check(every, fragments, overlap, beta, len(named))
         _check_alone(named)
-        _check_sharded(self._inner, self._group)
         _buffers_of(model)  # raises before anything is sent
         self._fragments = [_Fragment(part) for part in _split_evenly(named, fragments)]
         outer = [pair for part in self._fragments for pair in zip(part.names, part.outer, strict=True)]
@@ -275,7 +273,7 @@ class DiLoCo(Handle):
 
     def _begin(self, index: int, due: int) -> None:
         for earlier in self._in_flight:
-            earlier.wait()  # what it measured decides the next round
+            earlier.wait(self._group)  # what it measured decides the next round
         fragment = self._fragments[index]
         sent = fragment.flat()
         gradient = fragment.values - sent
@@ -288,7 +286,7 @@ class DiLoCo(Handle):
         if self._group.size() > 1:
             future = self._sync.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
         self.rounds += 1
-        self._in_flight.append(_Round(index, due, sent, gradient, future, self._group))
+        self._in_flight.append(_Round(index, due, sent, gradient, future))
         self._write_logs(self.rounds, self._group.rank())
 
     @torch.no_grad()
@@ -299,7 +297,7 @@ class DiLoCo(Handle):
         """
         for done in [one for one in self._in_flight if one.due <= steps]:
             self._in_flight.remove(done)
-            fragment, average = self._fragments[done.fragment], done.wait()
+            fragment, average = self._fragments[done.fragment], done.wait(self._group)
             if not schema.is_finite(average):
                 self._drop(done.fragment)
                 continue
@@ -370,7 +368,7 @@ class DiLoCo(Handle):
             ranks can load, the others an empty one. No round may be in flight.
         """
         for one in self._in_flight:
-            one.wait()  # until then it changes residuals
+            one.wait(self._group)  # until then it changes residuals
         if gather and self._in_flight:
             raise CollectiveError("gather=True: rounds are in flight and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
@@ -415,7 +413,7 @@ class DiLoCo(Handle):
             under_way = [self._resumed(f"under_way[{at}]", one) for at, one in enumerate(state["under_way"])]
             load = checkpoint.read([state["compression"]], self._group, self._names, self._sync, advice, "compression")
             for one in self._in_flight:
-                one.wait()  # it must not write into what is loaded
+                one.wait(self._group)  # it must not write into what is loaded
             schema.load_optimizer("outer_optimizer", self.outer_optimizer, state["outer_optimizer"])
         self.rounds, _ = load()  # from here on nothing fails
         self.steps = state["steps"]
@@ -431,12 +429,19 @@ class DiLoCo(Handle):
         rule = schema.numbers(self._fragments[saved["fragment"]].values.shape, finite=False)  # NaN is dropped when due
         schema.fields({"sent": rule, "average": rule})(field, saved)
         sent, average = (saved[name].to(self._device) for name in ("sent", "average"))
-        return _Round(saved["fragment"], saved["due"], sent, average, None, self._group)
+        return _Round(saved["fragment"], saved["due"], sent, average)
 
 
-def _stepping(given: Optimizer | None) -> Optimizer | None:
-    """The optimizer whose steps are counted, if any."""
+def _stepping(given: Optimizer | None, group: dist.ProcessGroup) -> Optimizer | None:
+    """The optimizer whose steps are counted, if any; ranks that average must train alone with it."""
     found = bare_optimizer(given, whole=True)
+    if is_sharded(found):  # then some ranks exchange parameters
+        both = set(dist.get_process_group_ranks(found.process_group)) & set(dist.get_process_group_ranks(group))
+        if len(both) > 1:
+            raise CollectiveError(
+                f"inner_optimizer: ranks {sorted(both)} average, but a ZeroRedundancyOptimizer shares its step among "
+                "them: give it a process_group inside a site, and DiLoCo a group with one rank per site"
+            )
     if found is not None and not isinstance(found, Optimizer):
         raise CollectiveError(
             f"inner_optimizer: expected a torch optimizer, got {type(given).__name__}: of several pass the one that "
@@ -464,18 +469,6 @@ def _buffers_of(model: nn.Module) -> list[Tensor]:
         repeated = [dim for dim, stride in enumerate(buffer.stride()) if stride == 0 and buffer.numel()]
         found.append(functools.reduce(lambda kept, dim: kept.select(dim, 0), reversed(repeated), buffer))
     return found
-
-
-def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
-    """Raise if a sharded optimizer exchanges parameters between ranks that average: they would not train alone."""
-    if not is_sharded(inner):
-        return
-    both = set(dist.get_process_group_ranks(inner.process_group)) & set(dist.get_process_group_ranks(group))
-    if len(both) > 1:
-        raise CollectiveError(
-            f"inner_optimizer: ranks {sorted(both)} average, but a ZeroRedundancyOptimizer shares its step among them: "
-            "give it a process_group inside a site, and DiLoCo a group with one rank per site"
-        )
 
 
 def _check(every: int, fragments: int, overlap: int, beta: float, parameters: int) -> None:

@@ -43,6 +43,7 @@ class ParameterNames:
         self._find = find  # names tensors that `put` was not given
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
         self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
+        self.frozen_travel = True  # whether DDP may bring gradients of those, too
         self.from_model = False  # whether any name was put here
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
