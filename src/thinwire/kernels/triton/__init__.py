@@ -2,7 +2,7 @@
 
 tile.py describes how a program holds its blocks. encode_blocks.py, decode_blocks.py and plain.py are the
 kernels of the codecs; launch.py starts them in the configuration that tuning.py chooses, and compiling.py compiles
-several at once. fake.py and fake_launch.py are the same for fake quantization. Under Triton's interpreter
+several at once. fake.py and fake_launch.py do the same for fake quantization. Under Triton's interpreter
 (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests, which emulate the PTX in them (tests/interpreted.py).
 """
 
@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves(device: torch.device) -> bool:
-    """Whether a tensor on `device` is one for these kernels: CUDA tensors, under the interpreter those of the CPU."""
+    """Whether these kernels serve tensors on `device`: a CUDA device, or under the interpreter the CPU."""
     return device.type == ("cpu" if INTERPRETED else "cuda")
 
 

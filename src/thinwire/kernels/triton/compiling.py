@@ -1,12 +1,12 @@
 """Compiles kernels in background threads, several at once, and announces long waits for them.
 
 [Note: Compiled ahead] A launch on meta tensors, which have no memory, computes nothing: it begins to compile its kernel
-and returns. So launches on meta tensors tell which kernels are needed, and `compiled` waits for all of them. A third of
-a compilation is Python, so threads compile several kernels two to three times as fast as a loop. Kernels in Triton's
-cache take milliseconds.
+and returns. So launches on meta tensors tell which kernels are needed, and `compiled` waits for all of them. Only a
+third of a compilation is Python, so threads compile several kernels two to three times as fast as a loop. Kernels in
+Triton's cache take milliseconds.
 
 [Note: Loaded without the lock] CUDA may delay the load of a kernel until all running kernels of the process end. An
-NCCL kernel ends only when other ranks send, and those may be waiting for the lock. So no rank loads with the lock held.
+NCCL kernel ends only when other ranks send, and these may be waiting for the lock. So no rank holds it while it loads.
 """
 
 import os
@@ -38,7 +38,7 @@ def begin(name: str, make: Callable[[], Any], load: Callable[[Any], object]) -> 
 
 
 def compiled() -> None:
-    """Wait for the kernels that were begun, and raise what a compiler raised."""
+    """Wait for the kernels that are being compiled, and raise what a compilation raised."""
     waiting = _begun.copy()
     _begun.clear()
     start = time.perf_counter()
@@ -64,11 +64,11 @@ def _make(name: str, make: Callable[[], Any], load: Callable[[Any], object]) -> 
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Ranks of a machine need the same kernels: one rank compiles each, and the others find it in Triton's cache."""
+    """The ranks on a machine need the same kernels: one compiles each, and the others find it in Triton's cache."""
     from triton import knobs  # here, where it is imported already
 
     with ExitStack() as stack:
-        with suppress(OSError, ImportError):  # a folder that cannot be locked: each compiles for itself
+        with suppress(OSError, ImportError):  # the folder cannot be locked: each rank compiles
             import fcntl
 
             folder = Path(knobs.cache.dir)

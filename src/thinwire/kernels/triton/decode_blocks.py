@@ -1,4 +1,4 @@
-"""decode_sum of wires with blocks: the sum over ranks, rotated back where it was rotated."""
+"""decode_sum of wires with blocks: the sum over ranks, rotated back if it is rotated."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ FP16_MAX = tl.constexpr(65504.0)
 def decode_kernel(wire, out, levels, stack, rotation, norms, frame, T: tl.constexpr):
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire).
 
-    Where headers are checked, the key is theirs, and where they differ the sum is NaN.
+    If headers are checked, the key is taken from them, and if one does not match, the sum is NaN.
     """
     if T.check:
         rotation, fine = check_headers(wire, stack, frame, rotation, T.rotated)
@@ -38,10 +38,10 @@ class Sink(NamedTuple):
     out: Any
     left: Any
     memory: Any
-    mean: Any  # of CHANGE
-    factor: Any  # that `left` is remembered with
-    own: Any  # whether `left` is that of the sum itself
-    fine: Any  # whether anything is to be remembered
+    mean: Any  # in mode CHANGE
+    factor: Any  # of `left` in the memory
+    own: Any  # whether the row is this rank's own, so that `left` belongs to the sum itself
+    fine: Any  # whether the memory is to be updated
     bad: Any  # (call, count): the last call that met a number that is not finite, and how many did
     call: Any
 
@@ -74,7 +74,7 @@ def _decode_tile(sink, wires, keys, norm, at, T: tl.constexpr):
 
 @triton.jit
 def note(bad, call, worst):
-    """Count a call once, if `worst`, the largest bits of its numbers, are not those of a finite one."""
+    """Count a call once if `worst`, the largest bits of its numbers, are not those of a finite number."""
     if anywhere(worst) >= INF_BITS:
         before = tl.atomic_xchg(bad, call)
         if before != call:
@@ -83,7 +83,7 @@ def note(bad, call, worst):
 
 @triton.jit
 def _put(sink, z, at, T: tl.constexpr):
-    """Write a result; with feedback remember what was left, and add what is remembered."""
+    """Write the sum z. With feedback also update the memory, and in mode CHANGE add the mean."""
     start = at.first * T.block
     if T.mode == ALONE:
         store(sink.out + start, _fitted(z, sink.out, tl.float16, FP16_MAX, T), at, T)
@@ -105,7 +105,7 @@ def _put(sink, z, at, T: tl.constexpr):
 
 @triton.jit
 def _changed(left, z, memory, sink, T: tl.constexpr):
-    """memory + what was read: of others their messages, of the sum itself what they did not give to it."""
+    """The new memory in mode CHANGE: memory + factor * left, or in the own row memory + left + z."""
     return [memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor) for i in T.each]
 
 
@@ -119,7 +119,7 @@ def finish(z, keys, norm, at, T: tl.constexpr):
 
 @triton.jit
 def leave(z, post, T: tl.constexpr):
-    """z out of the domain that `post` undoes."""
+    """Take z out of the domain that `post` undoes."""
     return [tl.where(post > 1, _saturated(x, FLOAT_MAX * LOWER, T), x) * post for x in z]
 
 
@@ -134,7 +134,7 @@ def _fitted(z, out, KIND: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
-    """Clamp what quantization error took past MOST to it. Larger values are overflows, and stay."""
+    """Clamp to MOST the values that quantization error took past it. Larger ones are overflows, and stay."""
     REACH: tl.constexpr = LLOYD_REACH if T.gaussian else OTHER_REACH
     BEYOND: tl.constexpr = min(MOST * REACH, FLOAT_MAX)
     size = tl.abs(x)

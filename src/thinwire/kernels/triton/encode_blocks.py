@@ -47,7 +47,7 @@ from thinwire.kernels.triton.tiles import (
 
 @triton.jit
 def encode_kernel(x, residual, wire, cells, keys, frame, T: tl.constexpr):
-    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    """wire = encode(x + residual); residual = x + residual - decode(wire), unchanged in non-finite blocks."""
     if tl.program_id(0) == 0:
         write_frame(wire, frame, keys.rotation)
     on_blocks(encode_blocks, (Source(x, residual, residual, 1.0), wire, cells, keys), frame, T)
@@ -66,13 +66,13 @@ def recode_kernel(wire, out, levels, cells, stack, keys, scale, frame, T: tl.con
 
 
 class Source(NamedTuple):
-    """What is encoded, and where the rest goes; tiles.py has the modes."""
+    """What is encoded, and where to store what is left; tiles.py has the modes."""
 
     x: Any
     memory: Any
     left: Any
     factor: Any
-    last: Any = 0.0  # what stands past the end of a loose block
+    last: Any = 0.0  # fills a loose block past its end
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def encode_blocks(task, frame, blocks, T: tl.constexpr):
         root = frame.tail_root if T.loose else frame.root
         tile, post = _input(source, at, T)
         if T.loose and T.mode != ALONE:
-            tl.debug_barrier()  # several warps hold a short tile: none may store what another has still to load
+            tl.debug_barrier()  # several warps share a short tile: none may store what another has yet to load
         read = put_tile(tile, post, target, cells, keys, root, at, T, T.mode != ALONE, False)
         if T.mode != ALONE:
             _store_left(source, tile, read, at, T)
@@ -114,16 +114,16 @@ def _recode_blocks(task, frame, blocks, T: tl.constexpr):
 
 @triton.jit
 def put_tile(tile, post, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr, SUM: tl.constexpr):
-    """Write the scales and codes of a tile in the domain that `post` undoes; what a decoder will make of them, if READ.
+    """Write the scales and codes of a tile in the domain that `post` undoes; if READ, return what a decoder will read.
 
-    SUM: it is a sum, and where it is rotated, times `root` is left to the scale.
+    SUM: the tile is a sum; one of Lloyd or trellis wires is rotated already, and its scales take the factor `root`.
     """
     if T.gaussian:
         tile, power, up, post, bad = in_domain(tile, post, T)
         if SUM:
             factor = tl.zeros((T.rows, T.columns), tl.float32) + root
-            bad = bad | (factor != factor)  # of wires that do not fit
-        if T.rotated and not SUM:  # by a transform that is not normalized: the energy is the mean square after it
+            bad = bad | (factor != factor)  # wires do not match
+        if T.rotated and not SUM:  # the transform is not normalized: the energy is the mean square after it
             tile = hadamard(flip(tile, keys.rotation, at, T), at, T)
         else:
             power = per_code(power, at, T)
@@ -142,7 +142,7 @@ def put_tile(tile, post, target, cells, keys, root, at, T: tl.constexpr, READ: t
 
 @triton.jit
 def _put_pieces(read: tl.constexpr, source, target, dither, blocks, T: tl.constexpr, SUM: tl.constexpr):
-    """A block that is longer than a tile, or a short one: once for its scale, once for its codes."""
+    """Encode a block longer than a tile, or a short one, by two passes over its pieces: for the scale and the codes."""
     extent = no_extent(T)
     post = tl.full((T.rows, T.columns), 1.0, tl.float32)
     for start in range(0, wide(blocks.span), T.columns):
@@ -160,7 +160,7 @@ def _put_pieces(read: tl.constexpr, source, target, dither, blocks, T: tl.conste
 
 @triton.jit
 def _domain_of(peak, post, SUM: tl.constexpr):
-    """(factor, post): what leads into a block's domain, and undoes it. A sum leaves the middle domain only upwards."""
+    """(factor, post): what takes a block into its domain, and what undoes that. A sum can only be lifted."""
     if SUM:
         tiny = (peak < TINY_BITS) & (peak > 0) & (post == 1)
         return tl.where(tiny, LIFT, 1.0), tl.where(tiny, UNLIFT, post)
@@ -171,7 +171,7 @@ def _domain_of(peak, post, SUM: tl.constexpr):
 
 @triton.jit
 def _sum(source, at, T: tl.constexpr):
-    """(tile, post): a sum, as of pieces."""
+    """(tile, post) of a piece of a sum."""
     wires, scale = source
     z, post = sum_any(wires, at, T)
     return times(z, scale), post
@@ -179,7 +179,7 @@ def _sum(source, at, T: tl.constexpr):
 
 @triton.jit
 def _input(source, at, T: tl.constexpr):
-    """(tile, post): the numbers; past a loose block zeros, or its last element where a zero would widen its range."""
+    """(tile, post) of the numbers. Past a loose block come zeros, or its last element if they would widen its range."""
     start = at.first * T.block
     tile = load(source.x + start, at, T)
     if T.mode != ALONE:
@@ -191,7 +191,7 @@ def _input(source, at, T: tl.constexpr):
 
 @triton.jit
 def carried(tile, memory, factor, MODE: tl.constexpr):
-    """The tile plus the memory of earlier ones, as MODE adds them."""
+    """The tile plus the memory, as MODE adds it."""
     if MODE == CHANGE:
         return fused(memory, factor, tile)
     elif MODE == OWED:
@@ -202,7 +202,7 @@ def carried(tile, memory, factor, MODE: tl.constexpr):
 
 @triton.jit
 def _last(source, blocks, T: tl.constexpr):
-    """The last element of a block of what is encoded, everywhere."""
+    """The last element of the block to encode, in all columns."""
     start = blocks.first * T.block
     at = tl.zeros((T.rows, T.columns), tl.int32) + (wide(blocks.length) - 1)
     last = load_floats(source.x + start, at, at >= 0, 1, True)
@@ -255,7 +255,7 @@ def _store_left(source, tile, read, at, T: tl.constexpr):
 
 @triton.jit
 def _restored(left, read, target, at, T: tl.constexpr):
-    """The previous residual where the decoded value is not finite."""
+    """`left`, but the previous residual where the decoded value is not finite."""
     worst = size_bits(read[0])
     for i in tl.static_range(1, T.size):
         worst = tl.maximum(worst, size_bits(read[i]))

@@ -1,9 +1,9 @@
 """Exact differences on a GPU: the bytes of kernels/exact.py, which defines them and the names used here.
 
-Each word of 32 numbers has a mask of its members for every class, so that prefix sums of the masks' bits give numbers
-their places. Programs share the blocks of a tensor: few enough that their tables stay in the cache. Coded numbers are
-listed by class, and codes are a few bits that are added to words of zeros. Reading is serial, so a lane reads a block,
-two codes per turn, as long for few blocks as for thousands; then differences are brought to their numbers.
+For every class, a word marks which of 32 numbers are members; prefix sums of the set bits give the numbers their
+places. A few programs share the blocks of a tensor, so that their tables stay in the cache. To encode, numbers are
+listed by class, and the bits of their codes set in words of zeros. Decoding a block is serial: one lane reads it, two
+codes per turn, so thousands of blocks take as long as a few. Another kernel then adds the differences to the base.
 """
 
 from functools import lru_cache
@@ -24,13 +24,13 @@ from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, EXACT_DIRECT, EXACT_MOST_G
 BLOCK, WORDS, CLASSES = map(tl.constexpr, (EXACT_BLOCK, EXACT_BLOCK // 32, EXACT_CLASSES))
 DIRECT, MOST_GAP, ESCAPE = map(tl.constexpr, (EXACT_DIRECT, EXACT_MOST_GAP, MOST_ZEROS))
 ALL_EXPONENTS, ALL_LENGTHS, SOME, UNIT = map(tl.constexpr, (EXPONENTS, LENGTHS, RARE, float(BIT)))
-PART = tl.constexpr(1024)  # numbers, or bytes, at once
-SCRATCH = tl.constexpr((2 * EXACT_BLOCK // 32 + 1) * EXACT_CLASSES + EXACT_BLOCK)  # of a program
+PART = tl.constexpr(1024)  # numbers, or bytes, that a program works on at once
+SCRATCH = tl.constexpr((2 * EXACT_BLOCK // 32 + 1) * EXACT_CLASSES + EXACT_BLOCK)  # int64 per program
 LANES = tl.constexpr(32)  # blocks that a program reads
-SHARED = 8, 128  # warps and registers of those that share the blocks of a tensor
-LONGEST = 1 << 15  # more bytes than a damaged block is read
-PROGRAMS = 528  # that share the blocks of a tensor, and the memory for their tables
-TURNS = tl.constexpr(8)  # between two looks at whether all lanes are done
+SHARED = 8, 128  # warps, and registers per thread, of programs that share the blocks of a tensor
+LONGEST = 1 << 15  # bytes of padding: more than are ever read of a damaged block
+PROGRAMS = 528  # at most so many share the blocks of a tensor, which limits the memory for their tables
+TURNS = tl.constexpr(8)  # between two checks whether all lanes are done
 
 
 def exact_encode(new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor]:
@@ -82,7 +82,7 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
 
 @lru_cache(maxsize=256)
 def launch(kernel: Any, dtype: torch.dtype, device: torch.device, grid: int, warps: int = 4) -> Prepared:
-    """A kernel with its constants; fewer programs than `grid` may share its blocks."""
+    """A kernel with its constants. If it takes scratch memory, at most PROGRAMS programs share its blocks."""
     constants = {"MANTISSA": FORMATS[dtype].mantissa}
     if "scratch" in kernel.arg_names:
         return Prepared(kernel, device, min(grid, PROGRAMS), SHARED[0], {}, constants, SHARED[1])
@@ -103,14 +103,14 @@ def _ordered(bits, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _difference(new, base, MANTISSA: tl.constexpr):
-    """u."""
+    """u of kernels/exact.py."""
     d = _ordered(new, MANTISSA) - _ordered(base, MANTISSA)
     return (d << 1) ^ (d >> 31) if MANTISSA == 23 else ((d << 1) ^ ((d << 16) >> 31)) & 0xFFFF
 
 
 @triton.jit
 def _undone(base, u, MANTISSA: tl.constexpr):
-    """The bits of the number whose difference to the base is u."""
+    """The bits of the number whose difference from the base is u."""
     found = _ordered(base, MANTISSA) + (((u >> 1) & 0x7FFFFFFF) ^ -(u & 1))
     return _ordered(found if MANTISSA == 23 else (found << 16) >> 16, MANTISSA)
 
@@ -120,7 +120,7 @@ def _undone(base, u, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _load(numbers, i, count):
-    """Numbers of a block, several at once where it is a whole one."""
+    """Numbers of a block of `count`; without a mask, and so several at once, if it is whole."""
     if count == BLOCK:
         found = tl.load(numbers + i)
     else:
@@ -146,7 +146,7 @@ def _ones(x):
 
 @triton.jit
 def _members(base, left, top, MANTISSA: tl.constexpr):
-    """Of every class and every word of 32 numbers: which numbers are members. `left` numbers are there."""
+    """(CLASSES, WORDS): which of 32 numbers are members of a class, a bit for each. The block has `left` numbers."""
     i = tl.arange(0, WORDS)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     own = _class_of(_load(base, i, left), top, MANTISSA)
     planes = tl.sum(((own * 0x00204081) & 0x01010101) << (i & 7), 2)  # a bit of eight classes in each byte
@@ -164,14 +164,14 @@ def _members(base, left, top, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _changed(new, base, left):
-    """Of every word of 32 numbers: which have changed."""
+    """(WORDS,): which of 32 numbers have changed, a bit for each."""
     i = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     return tl.sum((_load(new, i, left) != _load(base, i, left)).to(tl.int32) << (i & 31), 1)
 
 
 @triton.jit
 def _words_of(table):
-    """Where a word and a class have their place in a table."""
+    """Pointers to the entries of a table, one for each class and word."""
     return table + tl.arange(0, CLASSES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
 
 
@@ -191,7 +191,7 @@ def _before(word, i):
 
 @triton.jit(do_not_specialize=("numel", "stride"))
 def exact_count_kernel(new, base, counts, numel, stride, MANTISSA: tl.constexpr):
-    """Every program counts the exponents and lengths of a block in a table of its own, which was zero."""
+    """Every program counts the exponents and lengths of a block in its own table, which is zero before."""
     first = tl.program_id(0).to(tl.int64) * stride * BLOCK
     n = tl.minimum(numel - first, BLOCK).to(tl.int32)
     counts += tl.program_id(0) * (ALL_EXPONENTS * ALL_LENGTHS)
@@ -206,7 +206,7 @@ def exact_count_kernel(new, base, counts, numel, stride, MANTISSA: tl.constexpr)
 
 @triton.jit
 def exact_choose_kernel(counts, costs, tables):
-    """tables = top, the gap parameters and the value parameters, of which a program chooses a class's."""
+    """tables = top, the gap parameters and the value parameters; each program chooses those of one class."""
     c = tl.program_id(0)
     e, size = tl.arange(0, ALL_EXPONENTS), tl.arange(0, 64)
     counts_EL = tl.load(counts + e[:, None] * ALL_LENGTHS + size[None, :], mask=size[None, :] < ALL_LENGTHS, other=0)
@@ -234,7 +234,7 @@ def exact_choose_kernel(counts, costs, tables):
 
 @triton.jit
 def _cheapest(counts_L, costs):
-    """The least cost of the counted lengths, and below it the parameter that has it."""
+    """The least cost of the counted lengths, with its parameter in the low 5 bits."""
     length, v = tl.arange(0, 64), tl.arange(0, 32)
     costs_LV = tl.load(costs + length[:, None] * 32 + v[None, :], mask=length[:, None] < ALL_LENGTHS, other=0)
     return tl.min((tl.sum(counts_L[:, None].to(tl.int64) * costs_LV, 0) << 5) | v, 0)
@@ -245,12 +245,12 @@ def _cheapest(counts_L, costs):
 
 @triton.jit(do_not_specialize=("numel", "count"))
 def exact_encode_kernel(new, base, scratch, rows, lengths, tables, numel, count, MANTISSA: tl.constexpr):
-    """A row = the code of a block; and its length in bytes, or that of its plain numbers where they are no longer.
+    """rows = the codes of blocks; lengths = their bytes, or those of the plain numbers if these are not longer.
 
     Coded numbers are listed by class, each with its place among all numbers by class.
     """
     SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
-    table = scratch + tl.program_id(0).to(tl.int64) * SCRATCH  # of words and classes: members, and coded ones
+    table = scratch + tl.program_id(0).to(tl.int64) * SCRATCH  # by class and word: members, 32 bits higher coded ones
     firsts = table + WORDS * CLASSES  # the place of the first member, and 16 bits higher that of the first coded one
     about = firsts + WORDS * CLASSES  # of classes: start, zeros before it, gap and value parameters, 16 bits each
     listed = about + CLASSES  # differences, places 32 bits higher, and classes another 16
@@ -287,14 +287,14 @@ def exact_encode_kernel(new, base, scratch, rows, lengths, tables, numel, count,
         early_C = tl.cumsum(zeros_C, 0) - zeros_C
         tl.store(about + c, (start_C | (early_C << 16)).to(tl.int64) | ((g_C | (v_C << 16)).to(tl.int64) << 32))
         tl.debug_barrier()
-        used = 0  # bits, but zeros at the ends of classes
+        used = 0  # bits, without the zeros at the ends of classes
         row = rows + block * (BLOCK * SIZE // 8 + 1)
         listed_here = tl.max(last_C, 0)
         for at in range(0, listed_here, PART):
             i = opaque(at + tl.arange(0, PART))
             inside = i < listed_here
             entry = tl.load(listed + i, mask=inside, other=0)
-            higher = (listed + i).to(tl.pointer_type(tl.int32), bitcast=True) - 1  # half of the entry before
+            higher = (listed + i).to(tl.pointer_type(tl.int32), bitcast=True) - 1  # upper half of entry i - 1
             earlier = tl.load(higher, mask=inside & (i > 0), other=-1)
             code = (entry >> 32).to(tl.int32)  # place and class
             of = tl.load(about + (code >> 16))
@@ -320,13 +320,13 @@ def exact_encode_kernel(new, base, scratch, rows, lengths, tables, numel, count,
             tl.atomic_or(word, (x << shift).to(tl.int64, bitcast=True), mask=inside, sem="relaxed")
             tl.atomic_or(word + 1, high, mask=inside & (high != 0), sem="relaxed")
         tl.store(lengths + block, tl.minimum((used + tl.sum(zeros_C, 0) + 7) // 8, n * SIZE).to(tl.int64))
-        tl.debug_barrier()  # the next block's tables come where these are
+        tl.debug_barrier()  # the next block's tables overwrite these
         block += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=("numel",))
 def exact_pack_kernel(rows, new, starts, out, numel, MANTISSA: tl.constexpr):
-    """The first bytes of every row, or the plain numbers of a block, one block after the other."""
+    """out = the blocks, one after the other: each the first bytes of its row, or its plain numbers."""
     SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + block), tl.load(starts + block + 1)
@@ -354,9 +354,9 @@ def exact_ends_kernel(base, ends, tables, numel, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _take(held, k, plain, BITS: tl.constexpr):
-    """A code with parameter k: its first zeros, what it says, and how many bits it has.
+    """(zeros, number, bits) of the code with parameter k that `held` starts with.
 
-    After as many zeros come `plain` bits: those of a value, none of a gap.
+    At most ESCAPE zeros are taken. After ESCAPE zeros come `plain` bits: those of a value, or none for a gap.
     """
     word = held.to(tl.int32)
     zeros = tl.minimum(_ones((word - 1) & ~word), ESCAPE)
@@ -373,16 +373,16 @@ def _take(held, k, plain, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("numel",))
 def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISSA: tl.constexpr):
-    """by_class = the differences of blocks, a lane each; it was zero. bad: whether a block is damaged."""
+    """by_class, zero before, = the differences of blocks, one lane per block. bad = 1 if a block is damaged."""
     BITS: tl.constexpr = 32 if MANTISSA == 23 else 16
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    count = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)  # none or less beyond the last block
+    count = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)  # 0 or less beyond the last block
     begin = tl.load(starts + block, mask=count > 0, other=0)
     length = (tl.load(starts + block + 1, mask=count > 0, other=0) - begin).to(tl.int32)
     source = words + (begin >> 2)
     start = ((begin & 3) * 8).to(tl.int32)
     bit = start
-    # Lanes read far apart, which is slow, so each loads a word when it has passed one, and uses it a turn later.
+    # Lanes read far apart, which is slow, so each loads a word when it has passed one, before it needs the loaded one.
     word, word_1, word_2, word_3 = tl.load(source), tl.load(source + 1), tl.load(source + 2), tl.load(source + 3)
     passed = tl.zeros((LANES,), tl.int32)
     is_plain = length == count * (BITS // 8)
@@ -438,7 +438,7 @@ def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISS
 
 @triton.jit(do_not_specialize=("numel", "count"))
 def exact_undo_kernel(blocks, base, out, starts, by_class, scratch, tables, numel, count, MANTISSA: tl.constexpr):
-    """out = base and its differences, or the plain numbers of a block."""
+    """out = the base plus the differences, or the plain numbers of a block."""
     SIZE: tl.constexpr = 4 if MANTISSA == 23 else 2
     table = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     top = tl.load(tables).to(tl.int32)

@@ -1,10 +1,9 @@
 """Fake quantization, forward and backward in one pass each. `schema.Grid` has the formulas.
 
-A tensor (outer, channels, inner) is a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. BY_ROW the
-rows are outer times channels, a row has one channel, and the tiles are neighbors in their rows; else the columns are
-channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once
-per program, and the sum over its tiles is written once, a number for each of its rows or columns: [Note: Partial sums]
-in fake_launch.py.
+A tensor (outer, channels, inner) is read as a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. If
+BY_ROW, the matrix has outer * channels rows, each of one channel, and a program's tiles lie side by side; else it has
+channels * inner columns, each of one channel, and the tiles lie below each other. So a program reads scale and shift
+once, and writes the sums over its tiles once, a number for each row or column: [Note: Partial sums] in fake_launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from thinwire.kernels.triton.numbers import ROUNDER
 
 
 class Shape(NamedTuple):
-    """Of the matrix, and the tiles of a program: an argument of kernels.
+    """The shape of the matrix, and the tiles of a program: an argument of kernels.
 
-    `columns` is one of its own, as Triton distinguishes whether it is a multiple of 16: so rows start on 16 bytes.
+    `columns` is an argument of its own, so that Triton knows if it is a multiple of 16: then rows start on 16 bytes.
     """
 
     rows: Any
@@ -28,7 +27,7 @@ class Shape(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Of the integers: an argument of kernels."""
+    """The range of the integers: an argument of kernels."""
 
     low: Any
     high: Any
@@ -41,7 +40,7 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
     SHIFT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out = y. FAR: a tile reaches over 2**31 elements; SHIFT: there is one, and by OFFSET it is an offset."""
+    """out = y. FAR: a tile spans 2**31 elements or more; SHIFT: there is a shift; OFFSET: it is no zero point."""
     row, column, _place, _parts = _first(shape, columns, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, shape, columns, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, integers, BY_ROW, SHIFT, OFFSET)
@@ -59,7 +58,7 @@ def backward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
     SHIFT: tl.constexpr, OFFSET: tl.constexpr, PAPER: tl.constexpr, WANT_DX: tl.constexpr,
 ):  # fmt: skip
-    """dx and the program's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
+    """dx, and the program's part of ds, and if SHIFT of db or dz. PAPER: the paper's rule for what is outside."""
     row, column, place, parts = _first(shape, columns, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, shape, columns, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, integers, BY_ROW, SHIFT, OFFSET)
@@ -96,7 +95,7 @@ def backward_kernel(
 
 @triton.jit
 def _first(shape, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """First row and column of the first tile, where its sums go, and how many numbers there are for each sum."""
+    """Row and column of the first tile, where its sums go, and how many numbers all programs write for each sum."""
     program = tl.program_id(0).to(tl.int64)
     rows, steps = shape.rows, shape.steps
     if BY_ROW:
@@ -144,7 +143,7 @@ def _tile(row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 @triton.jit
 def _channels(row, column, shape, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """The channel of every row, or column, and which there are. One long division per program, short ones after it."""
+    """The channel of each row or column, and whether that exists. One 64-bit division per program, then 32-bit ones."""
     if BY_ROW:
         down = tl.arange(0, ROWS)
         channel = ((row % shape.channels).to(tl.int32) + down) % shape.channels.to(tl.int32)
@@ -186,7 +185,7 @@ def _grid(
 
 @triton.jit
 def _place_on(value, inverse, b, low, high):
-    """v and r. What lies beyond the range by a step or more is rounded as if by one: r need only be outside."""
+    """v and r. A v more than a step beyond the range is rounded as if by one step: r need only be outside."""
     v = (value - b) * inverse
     return v, _round(_clamp(v, low - 1, high + 1))
 

@@ -1,8 +1,8 @@
 """From a request for fake quantization to a launch: how a tensor is cut into tiles.
 
-[Note: Partial sums] A channel is shared by many programs. Each leaves one number for each of its rows (columns) and
-sum, and torch adds them: the result does not depend on the order in which programs end. Programs run along the longer
-of outer and inner, so that these numbers are few.
+[Note: Partial sums] Many programs share a channel. For each sum a program writes one number for each of its rows (or
+columns), and torch adds these, so the result does not depend on the order in which programs end. Programs run along
+the longer of outer and inner, so that there are few numbers to add.
 """
 
 from functools import lru_cache
@@ -18,9 +18,9 @@ from thinwire.kernels.triton.tile import power_of_two
 _FORWARD_BYTES = 4096  # of a tile
 _BACKWARD = 512  # elements of a tile; more => fewer reductions, more registers
 _COLUMNS = 128  # of a tile whose columns are channels; more => fewer rows for a column to add
-_LONG = 128  # a row with as many elements keeps a warp busy
+_LONG = 128  # a row of so many elements keeps a warp busy
 _WARPS = 4
-_PROGRAMS = 4096  # enough to fill a large GPU several times; beyond them a program that sums takes several tiles
+_PROGRAMS = 4096  # enough to fill a large GPU several times; if there would be more, one that sums takes several tiles
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
@@ -54,9 +54,9 @@ def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
 def _prepare(
     way: str, grid: Grid, shape: tuple[int, int, int], device: torch.device, elements: int, **constants: bool
 ) -> tuple[Prepared, tuple[int, int, int]]:
-    """A launch in tiles of `elements`, and the shape of what its programs leave for each sum. [Note: Partial sums]
+    """A launch in tiles of `elements`, and the shape of the numbers it writes for each sum. [Note: Partial sums]
 
-    Where nothing is summed, a program that stays in its rows has one tile.
+    If nothing is summed, a program by rows has one tile.
     """
     outer, channels, inner = shape
     by_row = inner >= min(outer, _LONG)

@@ -28,7 +28,7 @@ def permuted(a, b, SELECT: tl.constexpr):
 
 @triton.jit
 def chosen(a, b, select):
-    """Four bytes of two words, by digits that are not known beforehand; from 8 on, 0 or 255 by the sign of a byte."""
+    """Four bytes of two words, by digits known only at run time; one from 8 on gives 0 or 255 by the sign of a byte."""
     return instruction("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, select))
 
 
@@ -53,7 +53,7 @@ def bits_set(word):
 
 @triton.jit
 def four_levels(START: tl.constexpr, T: tl.constexpr):
-    """The positive levels of a Lloyd table from one on; of two those of all four codes, in order."""
+    """Four positive levels of a Lloyd table, from START on; if there are two, those of all four codes, in order."""
     WORD: tl.constexpr = word_of(T.levels, START)
     return tl.full((T.rows, T.columns), WORD, tl.int32)
 

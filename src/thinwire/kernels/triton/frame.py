@@ -12,7 +12,7 @@ from thinwire import wire as wire_format
 from thinwire.kernels.triton.memory import store_words, wide
 from thinwire.kernels.triton.tiles import Blocks, load_bytes
 
-KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # of the header's words; the next one is its upper half
+KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # the header's word with the key's lower half; the upper one follows
 
 
 class Frame(NamedTuple):

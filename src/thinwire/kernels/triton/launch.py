@@ -26,11 +26,11 @@ from thinwire.kernels.triton.tile import LONG_WARPS, Tile, ragged_lanes, tile
 from thinwire.kernels.triton.tuning import Config
 from thinwire.wire import Format, Kind, Layout
 
-MOST_UNROLLED = 8  # wires; sums of more are loops
+MOST_UNROLLED = 8  # sums of more wires are loops
 PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 PLAIN_WARPS = 8
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-SMALL_NORM = 2.0**32  # times less, a sum of usual scales stays far inside bfloat16's range
+SMALL_NORM = 2.0**32  # a factor up to which a sum with usual scales stays far inside bfloat16's range
 Known = tuple[tuple[str, Any], ...]  # arguments of a kernel that do not change from call to call, by name
 
 
@@ -93,7 +93,7 @@ def recode(
 
 
 def unrolled(world: int, format: Format) -> int:
-    """The wires a kernel is compiled for; 0 for any number, as always of narrow codes, which would take registers."""
+    """How many wires a kernel is compiled for; 0: any number. Narrow codes get 0, as unrolling would take registers."""
     return world if world <= MOST_UNROLLED and format.bits >= 8 else 0
 
 
@@ -113,9 +113,9 @@ def blocks(
     rows: int = 1,
     **task: Any,
 ) -> Prepared:
-    """A kernel of wires with blocks: of one layout, or of those of all rows but the last and of that.
+    """A kernel of wires with blocks. layouts: one, or that of all rows but the last and that of the last.
 
-    at: the bits below 16 of any wire's address. grouped: as in Tile, and so is the task.
+    at: the wires' addresses modulo 16, combined by "or". grouped, task: as in Tile.
     """
     T = replace(tile_of(how, layouts, config, at, grouped), tail=any(map(_has_tail, layouts)), **task)
     grid = max(_programs(layout, T) for layout in layouts), rows
@@ -143,8 +143,8 @@ def _programs(layout: Layout, T: Tile) -> int:
 
 
 def _has_tail(layout: Layout) -> bool:
-    """Whether a kernel can work on a short last block. Kernels of levels always can: they take long to compile, and
-    it costs them no registers; other kernels it would.
+    """Whether a kernel can work on a short last block. Kernels of Lloyd and trellis codes always can: they take long
+    to compile, and it costs them no registers, as it would others.
     """
     return layout.format.gaussian or layout.numel % layout.format.block > 0
 
@@ -195,7 +195,7 @@ def frame(layout: Layout) -> Frame:
 
 
 def norms(layout: Layout, scale: float) -> Norms:
-    """What a decoded sum is multiplied by; the products of numbers of 24 bits are exact."""
+    """What a decoded sum is multiplied by; in doubles, products of 24-bit numbers are exact."""
     norm = reference.f32(scale)
     root, tail_root = roots(layout)
     return Norms(norm * root, norm * tail_root)
@@ -242,7 +242,7 @@ def _keys(how: Encoding, rotation: int, dither: int) -> Keys:
 
 
 def split(key: int) -> tuple[int, int]:
-    """A 64-bit key as two signed numbers of 32 bits: Triton types an integer by its size, and these are alike."""
+    """A 64-bit key as two signed 32-bit numbers, as Triton types an integer by its value: these have one type."""
     low = key & 0xFFFFFFFF
     high = key >> 32
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
@@ -250,10 +250,10 @@ def split(key: int) -> tuple[int, int]:
 
 @cache  # never dropped: a CUDA graph may hold their addresses
 def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
-    """The tables of a format in the memory of a device; something where there are none.
+    """The tables of a format in the memory of a device; placeholders if it has none.
 
     levels: the signed levels, as the bits of floats.
-    cells: of every cell up to the last edge, the code of its size in the top bits, and its level; of trellis codes see
+    cells: for every cell from 0 to 127, the code of its size in the top bits, and its level; for trellis codes see
     _trellis_cells.
     """
     table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits if kind == Kind.LLOYD else 1]
@@ -271,7 +271,7 @@ def tables(kind: Kind, bits: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _trellis_cells(table: TrellisTable) -> list[int]:
-    """A byte per cell and subset: seven bits of cost, above them the level's lowest index bit. Then the levels."""
+    """A byte per cell and subset: seven bits of cost, and above them the level's lowest index bit. Then the levels."""
     costs = []
     levels = []
     for cell, cost in zip(range(-CELLS // 2, CELLS // 2), trellis.costs(table).T.tolist(), strict=True):

@@ -56,9 +56,9 @@ def in_domain(tile, post, T: tl.constexpr):
 
 @triton.jit
 def _settle(tile, post, T: tl.constexpr):
-    """Any rows in their domain, and outside the middle one with their peak in [1, 2).
+    """Take rows into their domain, and outside the middle one bring their peak to [1, 2).
 
-    A row in the middle domain (`post` is 1) goes into its own; others stay in theirs. Bad rows become zeros.
+    A row in the middle domain (`post` is 1) moves to its own; others stay in theirs. Bad rows become zeros.
     """
     peak_bits = largest([size_bits(x) for x in tile], T)
     bad = peak_bits >= INF_BITS
@@ -73,9 +73,9 @@ def _settle(tile, post, T: tl.constexpr):
 
 @triton.jit
 def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """Write the codes of rows with this mean square, and the scales that fit, times `scale` and `up`.
+    """Write the codes of rows with the mean square `power`, and the scales that fit, times `scale` and `up`.
 
-    (stored scale, values of the codes); the latter only if VALUES.
+    Returns (stored scale, values of the codes), the latter only if VALUES.
     """
     words, values, fit = _fitted(tile, power, table, at, T, VALUES)
     zero = power == 0
@@ -87,7 +87,7 @@ def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.const
 
 @triton.jit
 def _codes_per_block(at, T: tl.constexpr):
-    """With the padding of a short one, as fp32."""
+    """Codes of a block, with the padding of a short one, as fp32."""
     return tl.full((), 0.0, tl.float32) + at.span * T.lanes
 
 
@@ -102,7 +102,7 @@ def per_code(total, at, T: tl.constexpr):
 
 @triton.jit
 def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
+    """(words, values, fit): the packed codes of rows with the mean square `power`, and the scale that fits them.
 
     values, only if VALUES: the signed levels as floats.
     """
@@ -154,7 +154,7 @@ def _nearest_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr)
 
 @triton.jit
 def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
-    """(word, sums) of a bank: signs are shifted from below into a word of their own, and so are the codes of sizes."""
+    """(word, sums) of a bank: signs are shifted into one word from below, and the codes of sizes into another."""
     PLACES: tl.constexpr = T.vector * (8 // T.bits)
     total, away, count = sums
     word = tl.zeros((T.rows, T.columns), tl.int32)
@@ -189,9 +189,9 @@ def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _rank(cell):
-    """How many edges of the 4-bit table are at or below a cell. Both have the bits of ROUNDER.
+    """How many edges of the 4-bit table are at or below a cell. The cell and its rank both have the bits of ROUNDER.
 
-    A parabola goes through the ranks of all cells with less than a half to spare: tested for each.
+    A parabola differs from the rank of every cell by less than a half; a test checks each cell.
     """
     near = _saturated(cell)
     return tl.fma(tl.fma(near, RANK_BEND, RANK_SLOPE), near, ROUNDER)
@@ -213,7 +213,7 @@ def _saturated(cell):
 
 @triton.jit
 def _sums_of_ranks(cells, ranks, sums, T: tl.constexpr):
-    """The sums with those of a bank's cells, whose ranks are the digits of a word: four levels by one permutation."""
+    """The sums, plus those of a bank's cells. Their ranks are the digits of a word: a permutation gives four levels."""
     along, square, nothing = sums
     for first in tl.static_range(0, len(cells), 4):
         levels = chosen(four_levels(0, T), four_levels(4, T), ranks >> (4 * first))
@@ -233,8 +233,8 @@ def _shift_in(word, other, WIDTH: tl.constexpr):
 
 # [Note: Sums of table entries]
 # An entry of the table has the code of a size in its top bits, at most 4, and a level in its lowest: modulo 2**28 sums
-# of entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come,
-# with the bits of ROUNDER; `_sums` takes both out once per thread.
+# of entries, of their squares and of their products with cells are those of the levels. Cells, too, keep the bits of
+# ROUNDER; `_sums` removes both once per thread.
 LOW_28 = tl.constexpr((1 << 28) - 1)
 
 
@@ -266,8 +266,8 @@ def _sums(sums, at, T: tl.constexpr):
 
 @triton.jit
 def _sums_of_two(beyond, away, outer, T: tl.constexpr):
-    """(sum of cell * level, sum of level**2) for two levels, from sums of cell - edge, of its size, and the number of
-    cells with the outer level. Half of both sums together is that of cell - edge over these.
+    """(sum of cell * level, sum of level**2) for two levels, from the sums of cell - edge and of |cell - edge|, and the
+    number of cells with the outer level. Half of these sums together is the sum of cell - edge over those cells.
     """
     EDGE: tl.constexpr = T.edges[0]
     INNER: tl.constexpr = T.levels[0]

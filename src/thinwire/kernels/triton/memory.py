@@ -1,8 +1,8 @@
 """Loads and stores of 1 to 16 bytes per thread, as instructions of their own.
 
 [Note: Instructions for memory]
-Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
-and it may deal neighboring rows to neighboring threads. An instruction for each access keeps every tensor in the
+Triton finds layouts for its own loads and stores by a search over the program, which takes minutes for tiles of many
+tensors, and may give neighboring rows to neighboring threads. An instruction for each access keeps every tensor in the
 layout of the tile, columns on neighboring threads, and moves up to 16 bytes at once without a conversion.
 
 Pointers are tensors of pointers to uint8; masked loads give zeros.
@@ -32,7 +32,7 @@ def wide(number):
 
 @triton.constexpr_function
 def load_text(nbytes):
-    """PTX of a load of `nbytes` at the last operand but one, if the last is not 0."""
+    """PTX that loads `nbytes` at the last operand but one, or zeros if the last is 0."""
     words = max(1, nbytes // 4)
     kind = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
     outs = ", ".join(f"${i}" for i in range(words))
@@ -50,7 +50,7 @@ def load_operands(nbytes):
 
 @triton.jit
 def load_words(pointer, inside, BYTES: tl.constexpr):
-    """BYTES little-endian bytes at each pointer, a multiple of BYTES, as one or more int32."""
+    """BYTES little-endian bytes at each pointer, which is aligned to BYTES, as one or more int32."""
     args = (pointer.to(tl.int64), inside.to(tl.int32))
     return tl.inline_asm_elementwise(
         load_text(BYTES), load_operands(BYTES), args, dtype=(tl.int32,) * max(1, BYTES // 4), is_pure=False, pack=1
@@ -59,7 +59,7 @@ def load_words(pointer, inside, BYTES: tl.constexpr):
 
 @triton.constexpr_function
 def store_text(nbytes):
-    """PTX of a store of `nbytes` at operand 1, if the last is not 0."""
+    """PTX that stores `nbytes` at operand 1, if the last is not 0."""
     words = max(1, nbytes // 4)
     kind = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
     values = ", ".join(f"${2 + i}" for i in range(words))
@@ -84,7 +84,7 @@ def store_words(pointer, words, inside, BYTES: tl.constexpr):
 
 @triton.jit
 def look_up(table, index, START: tl.constexpr):
-    """table[index - START] of int32. It crosses no multiple of 2**32: the upper halves of its addresses agree."""
+    """table[index - START] of int32. The table's addresses must all have the same upper half."""
     base = table.to(tl.int64)
     low = index * 4 + (base - 4 * START).to(tl.int32)
     high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)

@@ -1,7 +1,7 @@
 """Floats as bits, exact roundings and the hash, for Triton kernels.
 
-Products, quotients and roots must round as IEEE says, once: kernels are compiled without fusion of multiply and add,
-`tl.div_rn` and `tl.sqrt_rn` are the exact ones, and `tl.fma` stands only where one rounding is meant or none happens.
+Products, quotients and roots must round once, as IEEE 754 says: kernels are compiled without fusing multiply and add,
+`tl.div_rn` and `tl.sqrt_rn` round correctly, and `tl.fma` is used only if one rounding is intended or none happens.
 """
 
 import struct
@@ -109,7 +109,7 @@ def undo(factor):
 
 @triton.jit
 def stored_scale(scale, post, bad):
-    """16 bits of a scale: times 2**32 out of the lowered domain, sign bit set in the lifted one, NaN of a bad block."""
+    """A scale as bfloat16: times 2**32 if lowered, with its sign bit set if lifted, NaN for a bad block."""
     value = tl.where(post < 1, scale, scale * post)
     bits = round_bf16(tl.minimum(size_bits(value), BF16_MAX_BITS))
     return tl.where(bad, BF16_NAN, bits | tl.where(post < 1, 0x8000, 0))

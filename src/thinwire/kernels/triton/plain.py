@@ -1,7 +1,7 @@
 """The kernels of wires without blocks: the numbers themselves, unchanged or as bfloat16.
 
-A program takes GROUPS times COLUMNS groups of four numbers; the first one also the up to three that are left over. Rows
-are those of row_blocks.py; a single wire is a message of one row.
+A program takes GROUPS times COLUMNS groups of four numbers; the first program also takes the last one to three, if any.
+Rows are those of row_blocks.py; a single wire is a message of one row.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes,
 
 COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
-PICKED = tl.constexpr(4096)  # numbers here and there in a tensor (rows.Picked), as many by one program
+PICKED = tl.constexpr(4096)  # scattered numbers (rows.Picked) per program
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _decode(task, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def recode_plain(wire, out, x, stack, part, frame, P: tl.constexpr):
-    """out = scale * (sum of the wires, and of x where it is the own part, which is exact)."""
+    """out = scale * (sum of the wires, plus x if P.own: the own part, which is exact)."""
     scale = part.scale
     if P.check:
         _key, fine = check_headers(wire, stack, frame, (0, 0), False)
@@ -166,7 +166,7 @@ def _largest(floats, COUNT: tl.constexpr):
 
 @triton.jit
 def get(plane, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
-    """Numbers of a wire; byte by byte where it may lie odd."""
+    """Read numbers of a wire; byte by byte unless P.grouped, as it may not be aligned."""
     if P.grouped:
         return load_floats(plane.to(tl.pointer_type(P.kind)), at, inside, COUNT, True)
     else:
@@ -182,7 +182,7 @@ def get(plane, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def put(plane, floats, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
-    """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
+    """Write numbers to a wire, with the same bits for every NaN, whatever payload the hardware gives it."""
     NAN: tl.constexpr = 0x7FC00000 if P.size == 4 else (0x7FC0 if tl.bfloat16 == P.kind else 0x7E00)
     words = ()
     for i in tl.static_range(COUNT):
@@ -198,7 +198,7 @@ def put(plane, floats, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def encode_picked(x, index, copy, wire, rows, a, b, P: tl.constexpr):
-    """Row r of wire = x at index_r, all rows but `skip`; x becomes 0 there. Of all rows x may be copied."""
+    """Row r of wire = x at index_r, all rows but `skip`; x becomes 0 there. If P.copied, all rows go to `copy` too."""
     row = tl.program_id(1)
     if row <= rows.short:
         frame = picked(a, b, row == rows.short)

@@ -1,4 +1,4 @@
-"""A kernel and its arguments, by name: those known beforehand, and at a call the others.
+"""A kernel and its arguments, by name: some are known beforehand, the others given at a call.
 
 [Note: Launching again] Triton takes tens of microseconds on the host to find a compiled kernel by its arguments, longer
 than the GPU takes for a small message. So compiled kernels are cached here, by what Triton distinguishes: constants,
@@ -7,7 +7,7 @@ do_not_specialize, whether they are 1 or multiples of 16.
 
 [Note: Structures] Arguments that belong together form a named tuple, which Triton passes as its members. Triton would
 compile separate kernels for members that are 1 or multiples of 16. So that one kernel serves all values, it is compiled
-for placeholders (`_typical`) that are as wide and neither, and launched directly.
+for placeholders (`_typical`) of the same width that are neither, and launched directly.
 """
 
 import functools
@@ -31,7 +31,7 @@ _found: dict[tuple[Any, ...], dict[tuple[Any, ...], Future[Any]]] = {}
 class Prepared:
     """A kernel on one device, as `grid` programs of `warps` warps each, with the arguments that all calls share.
 
-    Both dictionaries may hold more than the kernel takes. registers: the most that a thread may use.
+    `known` and `constants` may hold more than the kernel takes. registers: the most that a thread may use.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Prepared:
     def __call__(self, **given: Any) -> Any:
         """Start the kernel with the other arguments, and return the compiled kernel; None under the interpreter.
 
-        On tensors without memory only begin to compile it, and return None. [Note: Compiled ahead]
+        If a tensor has no memory, only begin to compile it, and return None. [Note: Compiled ahead]
         """
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
@@ -91,7 +91,7 @@ class Prepared:
         alike = self._kernel.do_not_specialize
         assert all(name in alike for name, value in given.items() if isinstance(value, int))
         found = self._found[key] = compiling.begin(f"{self._name} {key}", lambda: self._compile(args), self._load)
-        found.add_done_callback(lambda done: done.exception() and self._found.pop(key, None))  # the next tries again
+        found.add_done_callback(lambda done: done.exception() and self._found.pop(key, None))  # a later call retries
         return found
 
     def _compile(self, args: list[Any]) -> Any:
@@ -101,7 +101,7 @@ class Prepared:
 
     def _load(self, made: Any) -> None:
         with self._on_device():
-            _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
+            _ = made.run  # the first access loads the kernel, and has a C compiler make its launcher
 
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -121,7 +121,7 @@ class Repeated:
 
     The compiled kernel depends on the tensors' dtypes (feedback may remember in fp32 or bf16) and on their addresses
     modulo 16, so it is cached by those. The first time `make` provides it; its argument says whether four neighbors of
-    all float tensors can be read at once. Where the first tensor has no memory, the kernel is only compiled.
+    all float tensors can be read at once. If the first tensor has no memory, the kernel is only compiled.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Repeated:
         self._make = functools.cache(make)
         self._names = (*tensors, *numbers)
         self._places: list[int] = []  # of these among the kernel's arguments
-        self._even = even  # whether rows too begin where four neighbors do
+        self._even = even  # whether four neighbors can be read at once in every row
         self._starts: dict[tuple[Any, ...], _Start] = {}  # by the dtypes, and the addresses modulo 16
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
-        """Start it on the current stream. Hooks for launches, which take long, are called where a profiler has some."""
+        """Start it on the current stream. Launch hooks, which are slow, are called only if a profiler has set some."""
         values = [*map(_address, tensors)]
         where = (*map(_low, values), *map(_dtype, tensors))
         start = self._starts.get(where)
@@ -176,7 +176,7 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _kind(value: Any, alike: bool) -> Any:
-    """What Triton distinguishes in an argument; `alike`: of a number its width only."""
+    """What Triton distinguishes in an argument; if `alike`, only the width of a number."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):

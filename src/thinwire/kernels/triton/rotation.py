@@ -54,7 +54,7 @@ def _between_columns(tile, at, STRIDE: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def square_sum(tile, T: tl.constexpr):
-    """The sum of squares of every row, by the reference's tree, in all columns alike; (rows, columns)."""
+    """(rows, columns): the sum of squares of every row, by the reference's tree, the same in all columns."""
     squares = _fold([x * x for x in tile], T.lanes, T.vector)
     for stage in tl.static_range(log2(T.columns)):
         squares = [x + partner(x, T.columns >> (stage + 1), T) for x in squares]
@@ -99,7 +99,7 @@ def flip(tile, keys, at, T: tl.constexpr):
 
 @triton.jit
 def _flipped(x, signs, BIT: tl.constexpr):
-    """-x where a bit is set. As a predicate: ptxas takes up to seven from a register at once."""
+    """-x where a bit is set. The bit is a predicate, as ptxas takes up to seven of these from a register at once."""
     return float_of(instruction(filled(FLIP, BIT), "=r,f,r", (x, signs)))
 
 

@@ -33,16 +33,16 @@ from thinwire.kernels.triton.tiles import (
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
 SHARD = tl.constexpr(hashing.SHARD)
-COPIED = tl.constexpr(1024)  # numbers at once
-SCANNED = tl.constexpr(4096)  # scales that a program looks at
+COPIED = tl.constexpr(1024)  # numbers copied at once
+SCANNED = tl.constexpr(4096)  # scales that a program checks
 
 
 class Matrix(NamedTuple):
     """The rows of a message: an argument of kernels."""
 
     each: Any  # elements of a row
-    stride: Any  # as in Stack, and so the next; with more than one there is one row
-    world: Any
+    stride: Any  # as in Stack
+    world: Any  # as in Stack; if it is more than 1, there is one row
     short: Any  # the last row that holds anything
     skip: Any  # the row that does not travel, or -1
 
@@ -56,7 +56,7 @@ class Seeds(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The factor that `left` is remembered with in all rows but the own one (-1: there is none)."""
+    """The factor of `left` in the memory, in all rows but the own one (-1: there is none)."""
 
     own: Any
     factor: Any
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     """The own part of a sum, which did not travel and is added exactly."""
 
     start: Any  # its first element
-    own: Any  # the wire in whose place it is: see sums.Wires
+    own: Any  # the wire that it replaces: see sums.Wires
     factor: Any  # of the memory
     scale: Any  # of the sum
 
@@ -218,7 +218,7 @@ def _recode_own(task, frame, blocks, T: tl.constexpr):
 
 @triton.jit
 def _totals(others, own, scale, at, T: tl.constexpr):
-    """(others + scale * own, and of CHANGE minus what others gave to it); zeros past the end of a short block."""
+    """(total, left): others + scale * own, zeros past the end of a short block; in mode CHANGE, scale * own - total."""
     if T.mode == CHANGE:
         share = times(own, scale)
         total = added(others, share)

@@ -1,4 +1,4 @@
-"""The launches of messages in rows (kernels/rows.py): what is known when they are made, and the rest at every call."""
+"""The launches of messages in rows (kernels/rows.py): made once, with what is known then, and called at every step."""
 
 import functools
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
 
 
 def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], Keys]:
-    """The keys of a row, of a mixed step."""
+    """A function that gives the keys of a row for a mixed step."""
     if not job.how.keyed:
         return lambda mixed: _UNKEYED
     seed = hashing.mix64(job.seed)
@@ -156,7 +156,7 @@ def scanner(job: RowJob, world: int) -> Scan:
 
 
 def adds_own(job: RowJob) -> bool:
-    """Whether there is one launch that adds the own part: not where blocks have minima or are longer than a tile."""
+    """Whether one launch can also add the own part: not if blocks have minima or are longer than a tile."""
     format = job.how.format
     if not format.block:
         return True
@@ -190,11 +190,11 @@ def _recode_plain(job: RowJob, row: int, world: int, scale: float, own: int, gro
 
 
 def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **flags: bool) -> Prepared:
-    """encode_plain or decode_plain, or those of numbers here and there. flags: as in Plain."""
+    """encode_plain, decode_plain, encode_picked or decode_picked. flags: as in Plain."""
     of = _layouts(job), job.device, tuple(known.items()), job.rows.short + 1
     return launch.plain_wires(kernel, *of, grouped=grouped, **flags)
 
 
 def _layouts(job: RowJob) -> tuple[Layout, Layout]:
-    """Of the rows before the last, and of that."""
+    """The layouts of the rows before the last, and of the last."""
     return job.layout(0), job.layout(job.rows.short)

@@ -31,8 +31,8 @@ class Extent(NamedTuple):
     """The range of the numbers in every row."""
 
     peak: Any  # bits of the largest |x|
-    low: Any  # of affine rows only, as the next
-    high: Any
+    low: Any  # of affine rows only
+    high: Any  # of affine rows only
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def widened(a, b):
 
 @triton.jit
 def put_scaled(tile, extent, factor, post, target, keys, at, T: tl.constexpr):
-    """Write scales, minima and codes of tile * factor; (stored scale, stored minimum, values of the codes).
+    """Write scales, minima and codes of tile * factor; return (stored scale, stored minimum, values of the codes).
 
-    post: undoes the domain that `factor` leads to. keys: of the dither.
+    post: undoes the domain that `factor` leads to. keys: those of the dither.
     """
     peak = bits_of(float_of(extent.peak) * factor)
     scale, minimum, most, bad = _scale_of(peak, extent.low * factor, extent.high * factor, post, T)
@@ -94,7 +94,7 @@ def put_scaled(tile, extent, factor, post, target, keys, at, T: tl.constexpr):
 def _scale_of(peak_bits, low, high, post, T: tl.constexpr):
     """(scale, minimum, most, bad) of rows whose |x| reaches `peak` and whose x lies in low..high.
 
-    most: the largest code of an affine row, or the largest value of a cast one; inf where nothing has to be cut.
+    most: the largest code of an affine row, or the largest value of a cast one; inf if nothing has to be clamped.
     """
     peak = float_of(peak_bits)
     bad = size_bits(peak * post) >= INF_BITS
@@ -127,7 +127,7 @@ def _affine_scale(low, high, size, T: tl.constexpr):
 
 @triton.jit
 def _cast_scale(peak, size, T: tl.constexpr):
-    """The power of two that brings the peak to the top of the format; where there is none above, what to cut at."""
+    """(scale, most): the power of two that brings the peak to the top of the format, and where to clamp values."""
     if T.e4m3:
         TOP: tl.constexpr = 7
         BELOW: tl.constexpr = 2.0**8 * (1 - 2.0**-4)
@@ -144,7 +144,7 @@ def _cast_scale(peak, size, T: tl.constexpr):
 
 @triton.jit
 def _integer_codes(tile, factor, scale, minimum, most, keys, at, T: tl.constexpr):
-    """The codes of x * factor, each ROUNDER_BITS (numbers.py) too large: a float that was rounded, seen as its bits."""
+    """The codes of x * factor, each plus ROUNDER_BITS (numbers.py): they are the bits of a float that was rounded."""
     V: tl.constexpr = T.vector
     QMAX: tl.constexpr = T.half - 1.0
     near = inverse(scale)
@@ -160,7 +160,7 @@ def _integer_codes(tile, factor, scale, minimum, most, keys, at, T: tl.constexpr
         if T.affine:
             rounded = tl.minimum(tl.maximum(t, 0.0), most) + ROUNDER
         else:
-            if T.stochastic or T.bits > 6:  # else scale * QMAX is not 1/128 below the peak: all round to QMAX at most
+            if T.stochastic or T.bits > 6:  # else scale * QMAX is within 1/128 of the peak: none rounds past QMAX
                 t = tl.minimum(tl.maximum(t, -QMAX), QMAX)
             rounded = t + (ROUNDER + T.half)
         codes = codes + (bits_of(rounded),)
@@ -178,7 +178,7 @@ def _integer_value(code, T: tl.constexpr):
 
 @triton.jit
 def _cast_values(tile, factor, scale, most, bad, T: tl.constexpr):
-    """x * factor / scale, cut at `most`; zeros of a bad row."""
+    """x * factor / scale, clamped to `most`; zeros for a bad row."""
     near = inverse(scale)
     return [tl.where(bad, 0.0, tl.minimum(tl.maximum(x * factor * near, -most), most)) for x in tile]
 

@@ -1,7 +1,7 @@
-"""The sum over ranks of a tile, from their wires: a fast one for usual scales, and one for all others.
+"""The sum over ranks of a tile, from their wires: a fast sum for usual scales, and one for all scales.
 
 Usual scales are zero or in the middle domain ([Note: Three domains] in schema.py), so they are used as they are. A tile
-that meets another scale is added again, by all rules of the reference. Codes are small integers and scales have 8 bits,
+with any other scale is summed again, by all rules of the reference. Codes are small integers and scales have 8 bits,
 so their products are exact, and a fused multiply-add rounds as the reference's multiplication and addition do.
 """
 
@@ -29,7 +29,7 @@ from thinwire.kernels.triton.scaled import cast_value
 from thinwire.kernels.triton.tiles import anywhere, code_of, load_codes, load_scale, times
 from thinwire.kernels.triton.trellis import indices
 
-USUAL_BITS = tl.constexpr(47 << 23)  # 2**-80; encoders write no smaller scale but in the lifted domain
+USUAL_BITS = tl.constexpr(47 << 23)  # 2**-80; encoders write smaller scales only in the lifted domain
 BELOW = tl.constexpr("lop3.b32 $0, $1, {}, $2, 0xEA;")  # (a & mask) | b
 
 
@@ -60,7 +60,7 @@ def _row(wires, w):
 
 @triton.jit
 def worst_scale(wires, at, T: tl.constexpr):
-    """The largest size of the wires' scales, as bits: those of a number that is not finite where a block is not."""
+    """The largest |scale| of the wires, as bits: it is not finite where a block is not."""
     worst = tl.zeros((T.rows, T.columns), tl.int32)
     for w in range(wires.world):
         worst = tl.maximum(worst, load_scale(wires.scales + _row(wires, w), at, T) & 0x7FFFFFFF)
@@ -96,7 +96,7 @@ def sum_any(wires, at, T: tl.constexpr):
 
 @triton.jit
 def _sum(wires, at, all_lifted, lower, T: tl.constexpr, USUAL: tl.constexpr):
-    """(tile, odd): the sum, if USUAL of scales that are used as they are; odd where a row's scales are not usual."""
+    """(tile, odd): the sum, if USUAL with scales used as they are; odd is not 0 where a row's scales are not usual."""
     z = [tl.zeros((T.rows, T.columns), tl.float32) for _ in T.each]
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     if T.affine:
@@ -128,13 +128,13 @@ def _add_wire(z, odd, wires, w, at, all_lifted, lower, T: tl.constexpr, USUAL: t
 
 @triton.jit
 def _into(bits, all_lifted):
-    """What takes a wire into the domain of a sum."""
+    """The factor that takes a wire into the domain of a sum."""
     return tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
 
 
 @triton.jit
 def _codes_of(wires, w, at, T: tl.constexpr):
-    """The words of wire w; of trellis codes the places of their levels."""
+    """The words of wire w; for trellis codes, the places of their levels."""
     words = load_codes([plane + _row(wires, w) for plane in wires.planes], at, T)
     if T.trellis:
         return indices(words, at, T)
@@ -186,7 +186,7 @@ def post_of(lifted, huge):
 
 @triton.jit
 def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
-    """z + value of every code * scale. USUAL: so is the scale, and powers of two move between it and the value."""
+    """z + value of every code * scale. USUAL: the scale is, so powers of two can move between it and the value."""
     if T.cast:  # subnormal products round: twice, as the reference does
         return [z[i] + (words[i] if T.bits == 16 else cast_value(code_of(words, i, T), T)) * scale for i in T.each]
     elif T.gaussian:
@@ -214,13 +214,13 @@ def _whole_byte(words, i: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _bits_below(word, MASK: tl.constexpr):
-    """Some bits of a word where they stand, below those of 2**23: one instruction, the constant in a register."""
+    """The bits of a word under MASK, in place, with those of 2**23: one instruction, the constant in a register."""
     return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.jit
 def _add_in_place(z, words, scale, T: tl.constexpr):
-    """The same without shifting codes to the right: each is read where it stands in its word, 2**place too large."""
+    """The same without shifting codes to the right: each is read in place, as 2**place times its value."""
     halves = ()
     for bank in tl.static_range(T.banks[0]):
         halves = halves + (words[bank], words[bank] >> 16)
@@ -240,9 +240,9 @@ def _add_one(z, halves, scales, lane: tl.constexpr, v: tl.constexpr, T: tl.const
 
 
 # --- Lloyd levels -----------------------------------------------------------------------------------------------------
-# A byte permutation looks up the sizes of four levels, and one their signs. A third makes a float of one of each, whose
-# exponent is 0, so that no bit is implied: level * 2**-133. As scales * 2**133 would be infinite, sums are made DOWN
-# times as large. No bit is lost there: 2**-149 divides all products of levels and usual scales.
+# A byte permutation looks up the sizes of four levels, and another their signs. A third makes a float of one of each,
+# with exponent 0, so that no bit is implied: level * 2**-133. As scale * 2**133 would be infinite, sums are multiplied
+# by DOWN. That loses no bit: 2**-149 still divides all products of levels and usual scales.
 UP = tl.constexpr(2.0**73)
 DOWN = tl.constexpr(2.0**-60)
 
@@ -298,7 +298,7 @@ def _level(fours, place: tl.constexpr, v: tl.constexpr, T: tl.constexpr):
 
 @triton.constexpr_function
 def four_of(bits, place, v):
-    """Where the code at a place of byte v is in the fours of its word."""
+    """The index of the code at a place of byte v in the fours of its word."""
     if bits == 1:
         return 4 * place + v
     shifts = 4 // bits
@@ -307,6 +307,6 @@ def four_of(bits, place, v):
 
 @triton.constexpr_function
 def by_bank(index, vector, banks, places):
-    """Where a tensor of a tile is in the order of banks, places and neighbors."""
+    """The index of a tensor of a tile in the order of banks, places and neighbors."""
     lane, v = divmod(index, vector)
     return (lane % banks * places + lane // banks) * vector + v

@@ -44,12 +44,12 @@ class Tile:
     tail: bool = False  # True => the last one may be short
     mode: int = 0  # of feedback: tiles.ALONE and the others there
     world: int = 0  # wires that are added; 0 => any number, in a loop
-    calm: bool = False  # True => a usual sum is inside the range of the output: scales are small, or that is a wire
-    check: bool = False  # True => headers are compared, and the key is theirs
+    calm: bool = False  # True => a usual sum is in the range of the output, as that is a wire, or scales are small
+    check: bool = False  # True => headers are checked, and the key is taken from them
     notes: bool = False  # True => a call that meets numbers that are not finite is noted: decode_blocks.Sink
 
     def __post_init__(self) -> None:
-        """What follows from these."""
+        """Set what follows from the fields."""
         self.span = self.block // self.lanes  # elements of a lane
         self.size = self.lanes * self.vector  # tensors of a tile
         self.planes = PLANES.get(self.bits, (self.bits,))  # widths of the code planes
@@ -72,22 +72,22 @@ class Tile:
         self.levels = table.levels if table else ()  # positive ones
         self.edges = table.edges if isinstance(table, LloydTable) else ()
         self.paired = self.kind == Kind.LLOYD and self.bits != 3  # levels are looked up in registers: sums.py
-        # Whether it is summed in the one way that serves all scales: a second, faster one would double what is
-        # compiled, which trellis codes and a short last block are not worth.
+        # Whether sums use only the way that serves all scales: a second, faster one would double what is compiled,
+        # which does not pay for trellis codes and a short last block.
         self.rare = self.trellis or (self.loose and self.columns < LONG_COLUMNS)
         self._seen = tuple(vars(self).values())
         self.each = tuple(range(self.size))  # the numbers of the tensors
 
     @cached_property
     def ragged(self) -> "Tile":
-        """The same for a short last block."""
+        """This tile, adapted to a short last block."""
         if self.pieces:
             return self
         columns = power_of_two(self.block // ragged_lanes(self.kind))
         return self.loosened(columns if self.gaussian else min(columns, MOST_RAGGED))
 
     def loosened(self, columns: int) -> "Tile":
-        """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
+        """This tile for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
         lanes = ragged_lanes(self.kind)
         words = (False,) * len(self.words)
         plain = replace(self, words=words, whole=False, grouped=False, even=False)
@@ -122,12 +122,12 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
 
 
 def ragged_lanes(kind: int) -> int:
-    """Lanes of blocks of any length: their codes are a multiple of 8, but those of casts."""
+    """Lanes of blocks of any length: they have a multiple of 8 codes, except casts."""
     return 1 if kind == Kind.CAST else 8
 
 
 def _lanes(format: Format, wanted: int) -> int:
-    """`wanted`, or the nearest number that cuts a block into whole groups of neighbors; positions of a strand."""
+    """`wanted`, or the nearest number that cuts a block into whole groups; for trellis codes, a strand's positions."""
     if format.kind == Kind.TRELLIS:
         return min(STRAND, format.block)
     lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane
@@ -137,5 +137,5 @@ def _lanes(format: Format, wanted: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The power of two from n up."""
+    """The smallest power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()

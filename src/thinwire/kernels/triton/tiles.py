@@ -1,7 +1,7 @@
 """Tiles from and to memory: floats in groups of neighbors, codes packed into the bytes of their planes.
 
-Every function takes the tile T ([Note: A tile] in tile.py) and mostly its position. All tensors have the shape
-(rows, columns), also the numbers that a row has once: these are the same in all columns.
+Every function takes the tile T ([Note: A tile] in tile.py), and most take its position. All tensors have the shape
+(rows, columns), even if a row has only one number: it is then the same in all columns.
 """
 
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ import triton.language as tl
 from thinwire.kernels.triton.four_bytes import signed
 from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words, wide
 
-# Feedback: what is encoded, and what is left where the next message finds it.
+# Modes of feedback: what is encoded, and what is stored for later.
 ALONE = tl.constexpr(0)  # x
-RESIDUAL = tl.constexpr(1)  # x + residual; residual = what was lost of it, non-finite blocks left as they were
+RESIDUAL = tl.constexpr(1)  # x + residual; residual = what was lost of it, unchanged in non-finite blocks
 OWED = tl.constexpr(2)  # x + factor * memory; left = what was lost of it
-CHANGE = tl.constexpr(3)  # x + factor * memory, rounded once; left = what the wire says
+CHANGE = tl.constexpr(3)  # x + factor * memory, rounded once; left = what the wire decodes to
 
 
 class Blocks(NamedTuple):
-    """The blocks of a program. Length and span are known at compile time for full ones, for a short one at launch."""
+    """The blocks of a program. Length and span are known at compile time for full ones, at launch for a short one."""
 
     first: Any
-    end: Any  # all of this length are before it
+    end: Any  # all blocks of this length are before it
     length: Any  # elements per block
     span: Any  # elements per lane
 
@@ -32,9 +32,9 @@ class Position(NamedTuple):
     """Where a tile is."""
 
     first: Any  # the block of its first row
-    length: Any  # as in Blocks, and so the next
-    span: Any
-    row: Any  # past the last block the last one again, so that loads need no mask
+    length: Any  # as in Blocks
+    span: Any  # as in Blocks
+    row: Any  # past the last block, that block's row again, so that loads need no mask
     column: Any
     inside: Any  # rows and columns that exist
     there: Any  # columns that exist: what can be loaded
@@ -58,7 +58,7 @@ def position(blocks, T: tl.constexpr):
 def piece(blocks, start, T: tl.constexpr, END: tl.constexpr = False):
     """The position of the columns from `start` on of a block that is worked on piece by piece.
 
-    Every block is before the end, but decode asks, as ptxas then takes fewer registers (fp16 on sm_90: 32, not 47).
+    END: compare with the end, which all blocks precede: ptxas then takes fewer registers (fp16 on sm_90: 32, not 47).
     """
     row, column = rows_and_columns(T)
     column = column + start
@@ -105,7 +105,7 @@ def store(pointer, tile, at, T: tl.constexpr):
 
 @triton.jit
 def load_bytes(pointer, at, inside, WHOLE: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT little-endian bytes, `at` times COUNT from the pointer, as an int32; one by one where they may lie odd."""
+    """COUNT little-endian bytes, `at` times COUNT from the pointer, as an int32; one by one unless WHOLE (aligned)."""
     pointer = pointer + at * COUNT
     if WHOLE or COUNT == 1:
         return load_words(pointer, inside, COUNT)[0]
@@ -134,7 +134,7 @@ def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.conste
 
 @triton.jit
 def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
-    """Write the packed codes of a tile. Bad rows get zeros, `zero` rows of levels the code `blank`."""
+    """Write the packed codes of a tile. Bad rows get zeros; if codes are levels, `zero` rows get the code `blank`."""
     for p in tl.static_range(len(T.planes)):
         for bank in tl.static_range(T.banks[p]):
             word = words[T.starts[p] + bank]
@@ -146,7 +146,7 @@ def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
 
 @triton.jit
 def _word_at(planes, p: tl.constexpr, bank: tl.constexpr, at, T: tl.constexpr):
-    """Where the words of bank 0 are in plane p, and how many words further, in all threads, those of another bank."""
+    """Where the words of bank 0 are in plane p, and how many words further, in all threads, those of `bank` are."""
     start = planes[p] + (row_start(at.row, T.span * T.banks[p] // T.vector, T) + at.column) * T.vector
     return start, bank * (at.span // T.vector)
 
@@ -163,7 +163,7 @@ def packed(codes, BIAS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def pack(codes, p: tl.constexpr, bank: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr):
-    """The word of one bank. With one plane the biases are subtracted together, at the end: one operation per code."""
+    """The word of one bank. With one plane all biases are subtracted at once, at the end: one operation per code."""
     WIDTH: tl.constexpr = T.planes[p]
     word = tl.zeros_like(codes[0])
     for v in tl.static_range(T.vector):
@@ -195,7 +195,7 @@ def everywhere(code, width, count):
 
 @triton.jit
 def load_codes(planes, at, T: tl.constexpr):
-    """The words of every bank of every plane; of 16-bit casts the numbers."""
+    """The words of every bank of every plane; for 16-bit casts, the numbers."""
     if T.bits == 16:
         return load_halves(planes[0], at, T)
     else:
@@ -260,7 +260,7 @@ def load_scale(pointer, at, T: tl.constexpr):
 
 @triton.jit
 def store_scale(pointer, bits, at, T: tl.constexpr):
-    """The 16 bits of each row, once."""
+    """Write the 16 bits of each row, from one column."""
     store_bytes(pointer, at.row, bits, at.inside & (at.column == 0), T.even, 2)
 
 
@@ -320,7 +320,7 @@ def log2(n):
 
 @triton.jit
 def partner(x, STRIDE: tl.constexpr, T: tl.constexpr):
-    """The number STRIDE columns away, by the bits of the column's number: one shuffle."""
+    """The number in column `column ^ STRIDE`, by one shuffle."""
     _row, column = rows_and_columns(T)
     return tl.gather(x, column ^ STRIDE, axis=1)
 

@@ -1,13 +1,13 @@
-"""Trellis codes: the best path through the levels of every strand, and the levels on a path; kernels/trellis.py.
+"""Trellis codes: the best path through the levels of every strand, and the levels on a path: see kernels/trellis.py.
 
 A lane of a tile of full blocks is a position of all strands, and a column is a strand, so that a thread has a strand in
-its registers. In a short last block a lane has several positions, and a column works on the strand of its own elements,
-as others do on the same one.
+its registers. In a short last block a lane has several positions, and a column works on the strand of its own elements;
+columns of the same strand repeat the work.
 
-[Note: Path and cost] A state's word has the cost of the best path to it above 16 bits, and below them the path itself:
-bit t is p[i-2] of the segment's position i = t. The newest bit is the highest, so that the smaller of two words is that
-of the cheaper path, and of two alike the one that comes from p[i-2] = 0, as the reference has it. A segment's bits are
-put aside when it ends. Costs are counted in full; the reference cuts them at 255, where none is on the best path.
+[Note: Path and cost] A state's word has the cost of the best path to it in its upper half, and the path itself in the
+lower ones: bit t is p[i-2] of the segment's position i = t. The newest bit is the highest, so the smaller of two words
+belongs to the cheaper path, or in a tie to the one with p[i-2] = 0, as in the reference. A segment's bits are put aside
+when it ends. Costs are counted in full; the reference cuts them at 255, which the best path never reaches.
 """
 
 import triton
@@ -29,7 +29,7 @@ PATH = tl.constexpr(0xFFFF)
 def best_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
     """(words, values, along, square): codes, packed; levels, if VALUES; every row's <cell, level> and <level, level>.
 
-    table: of every cell four costs, by subset, each with the lowest index bit of its level above it; then four levels.
+    table: for every cell four costs, by subset, each with the lowest index bit of its level above it; then four levels.
     """
     path, one, two = _best_path(tile, gain, table, at, T)
     turned = (path[0] ^ two[0], path[1] ^ two[1])
@@ -68,7 +68,7 @@ def indices(words, at, T: tl.constexpr):
 
 @triton.jit
 def _before(bits, at, T: tl.constexpr):
-    """Of every position the bit of the one before in its strand; zeros before the start."""
+    """For every position, the bit of the one before it in its strand; zeros at the start."""
     done = ()
     last = tl.zeros((T.rows, T.columns), tl.int32)
     if T.loose:
@@ -125,7 +125,7 @@ def _best_path(tile, gain, table, at, T: tl.constexpr):
 
 @triton.jit
 def _put(words, place, bits):
-    """The bits of two words with more from a place on; none cross from the first to the second."""
+    """Two words, with `bits` set from a place on; none cross from the first word to the second."""
     bits = bits << (place % 32)
     return words[0] | tl.where(place < 32, bits, 0), words[1] | tl.where(place < 32, 0, bits)
 
@@ -148,7 +148,7 @@ def _step(states, cost, bit):
 
 @triton.jit
 def _end(states):
-    """The state that the best path ends in, the first of those alike."""
+    """The state that the best path ends in; of equal ones, the first."""
     best = states[0] >> 14
     for s in tl.static_range(1, 4):
         best = tl.minimum(best, (states[s] >> 14) + s)
@@ -168,14 +168,14 @@ def _of_state(segments, k: tl.constexpr, state):
 
 @triton.jit
 def _cell(x, gain, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """The cell of x between two."""
+    """The cell of x, clamped to LOW..HIGH."""
     cell = bits_of(tl.fma(x, gain, ROUNDER))
     return tl.minimum(tl.maximum(cell, ROUNDER_BITS + LOW), ROUNDER_BITS + HIGH) - ROUNDER_BITS
 
 
 @triton.jit
 def _near(x, gain):
-    """The cell of x among those with costs of their own, with the bits of ROUNDER."""
+    """The cell of x, clamped to those with costs of their own, with the bits of ROUNDER."""
     return _cell(x, gain, -HALF, HALF - 1) + ROUNDER_BITS
 
 

@@ -33,8 +33,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` for tensors of `dtype` on `device`.
 
     op: encode, encode_residual, decode_sum, recode, or recode_own, whose own part is a tensor.
-    All sizes share one, so that a kernel is compiled once, except in Lloyd encodes and recodes: their 64 numbers per
-    thread would make a small tensor wait.
+    All sizes share one configuration, so that a kernel is compiled once, except in Lloyd encodes and recodes: their 64
+    numbers per thread would make a small tensor wait.
     """
     if not how.format.block:
         return Config()
@@ -48,7 +48,7 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
 
 
 def fastest(op: str, format: Format, dtype: torch.dtype) -> Config:
-    """On an H200."""
+    """The fastest configuration on an H200."""
     if format.kind == Kind.TRELLIS:  # whose strands fix the lanes
         return SHORT
     if format.kind != Kind.LLOYD:
