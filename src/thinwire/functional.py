@@ -13,7 +13,7 @@ name and a codec by its string; `step` is None, or an int that becomes symbolic 
 | reduce_scatter         | all_gather; divided by the world size if op is avg   |
 | all_to_all_single      | all_to_all_single with the two lists of splits swapped |
 
-[Note: Backward codec] A gradient is sent with `backward_codec`, and the gradient of that again with `codec`.
+[Note: Backward codec] The gradient is sent with `backward_codec`, and the gradient of the gradient with `codec`.
 
 To add one: an `_op` whose last arguments are those of `_Way`, from the shape of its result, a function that fills it,
 and its backward in terms of the other ops; and a public function that turns objects into strings.

@@ -79,7 +79,7 @@ class BlockInt(Codec):
     mode: Literal["symmetric", "affine"] = "symmetric"
     rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => unbiased, twice the squared error
     seed: int = 0
-    aligned: bool = False  # True => collectives cut messages between blocks only: blocks are those of the whole tensor
+    aligned: bool = False  # True => collectives cut messages only between blocks, which are then the whole tensor's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +137,7 @@ class Lloyd(Codec):
 class Trellis(Lloyd):
     """The rotation and scale of `Lloyd`; but the codes of 64 numbers are chosen together.
 
-    Its wire is as long as that of `Lloyd` with the same bits and block. Encoding takes longer.
+    Its wire is as long as Lloyd's with the same bits and block. Encoding takes longer.
     """
 
     bits: int = 2  # fewer => smaller wire, larger error

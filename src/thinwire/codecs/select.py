@@ -77,7 +77,7 @@ class ByName(_Chooser):
             raise CodecError("the last rule of ByName must be '*', the codec of every other tensor")
         patterns = [pattern for pattern, _ in self.rules]
         if twice := [pattern for i, pattern in enumerate(patterns) if pattern in patterns[:i]]:
-            raise CodecError(f"a pattern of ByName has one codec, got several for {twice[0]!r}: the first would serve")
+            raise CodecError(f"a pattern of ByName has one codec, got several for {twice[0]!r}: only the first counts")
         for pattern, _ in self.rules:
             if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or set(pattern) & set("=;()"):
                 raise CodecError(f"a pattern is text without = ; ( ) or spaces around it, got {pattern!r}")

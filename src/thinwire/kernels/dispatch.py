@@ -54,7 +54,7 @@ def _needs_reference(what: Format | torch.dtype, device: torch.device) -> bool:
 def use_backend(name: str) -> Iterator[None]:
     """Inside the `with` block, every kernel of this process runs on the backend `name`, or raises.
 
-    On NCCL, a call like an earlier one keeps the kernels of that one.
+    On NCCL, calls of a kind that was made before keep the kernels of the first one.
     The names are those of `BACKENDS` ("triton", "cpu", "reference"), and "auto" for the fastest that can run. The
     environment variable THINWIRE_BACKEND sets the default. Example: with thinwire.use_backend("cpu"): ...
     """

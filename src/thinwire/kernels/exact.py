@@ -1,9 +1,9 @@
 """Exact differences in plain torch: what changed between a tensor and a base that both ends hold, without loss.
 
-Read as integers that sort like the numbers, the bits of a number change by some units in the last place. How many
-depends on the size of the number, so the exponent of the *base*, which both ends have, serves as context:
+Bits are read as integers that sort like the numbers. A number then changes by some units in the last place. How many
+depends on its size, so the exponent of the *base*, which both ends have, serves as context:
 
-    ordered = bits, the other bits of a negative number inverted        d = ordered(new) - ordered(base), which wraps
+    ordered = bits, all but the sign inverted if negative               d = ordered(new) - ordered(base), which wraps
     u = 0, 1, 2, 3, ... for d = 0, -1, 1, -2, ...                      class = clamp(top - exponent(base), 0, 15)
 
 A block of 4096 numbers is coded by class: all members of class 0 in their order, then those of class 1, and so on.
@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from thinwire.wire import EXACT_BLOCK as BLOCK, EXACT_CLASSES, EXACT_DIRECT, EXACT_MOST_GAP, ExactTables, exact_lengths
 
 MOST_ZEROS = 16  # at the start of a value's code
-COUNTED = 64  # blocks to count, if there are so many; fewer than twice as many are
+COUNTED = 64  # blocks to count: about so many, at most twice as many, or all if there are fewer
 EXPONENTS = 256
 MOST_BITS = 32  # of a number
 LENGTHS = MOST_BITS + 1  # bit lengths of a difference: 0 to 32
@@ -156,7 +156,7 @@ def _gap_costs(members_C: Tensor, changed_C: Tensor) -> Tensor:
 
 @lru_cache
 def value_costs(bits: int, device: torch.device) -> Tensor:
-    """(2, L, V): the mean cost of the code of u, and of u - 1, over samples of all u with each length in bits."""
+    """(2, L, V): the mean cost of coding u, and u - 1, over a sample of the u of each length in bits."""
     costs = torch.zeros(2, LENGTHS, MOST_BITS, dtype=torch.int64)
     costs[:, :, bits:] = 1 << 30  # there are no such parameters
     for v in range(bits):

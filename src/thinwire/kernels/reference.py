@@ -154,7 +154,7 @@ def _spans(layout: Layout) -> list[_Span]:
 
 
 def _pad(layout: Layout, x: Tensor, codes: int) -> Tensor:
-    """x as (K, codes) in fp32. Past its end zeros, or its last element where a zero would widen the block's range."""
+    """x as (K, codes) in fp32. Past its end zeros, or its last element if a zero would widen the block's range."""
     filler = x[-1:].float() if layout.affine else x.new_zeros(1, dtype=torch.float32)
     return torch.cat((x.float(), filler.expand(-x.numel() % codes))).view(-1, codes)
 

@@ -10,7 +10,7 @@ Feedback: x + factor * memory is encoded, and `left` passes data from one of the
 | mode | encode writes to left | recode of the own row writes to left | decode updates, if all is finite |
 |---|---|---|---|
 | "classic" | the encoding error | the error of the sum | memory = share * left |
-| "ef21" | the decoded wire | the own part less the sum | memory += share * left, of the own row left + result |
+| "ef21" | the decoded wire | the own part minus the sum | memory += share * left, in the own row left + result |
 
 share is 1 for the own row, else the decoder's argument. With "ef21", mean + result is the output and the new mean.
 """

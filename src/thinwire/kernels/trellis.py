@@ -24,7 +24,7 @@ from thinwire.kernels.schema import CELLS, STRAND, TRELLIS, TrellisTable
 MOST = 255  # costs of paths are cut here, which the best path never reaches
 _FIRST = [0, 0, 1, 1]  # for each state, the previous state with p[i-2] = 0, and below the one with p[i-2] = 1
 _SECOND = [2, 2, 3, 3]
-_FIRST_SUBSET = [0, 2, 1, 3]  # 2 (p[i] ^ p[i-2]) + p[i-1] of these steps
+_FIRST_SUBSET = [0, 2, 1, 3]  # 2 (p[i] ^ p[i-2]) + p[i-1] for these steps
 _SECOND_SUBSET = [2, 0, 3, 1]
 
 

@@ -74,7 +74,7 @@ def _decode_tile(sink, wires, keys, norm, at, T: tl.constexpr):
 
 @triton.jit
 def note(bad, call, worst):
-    """Count a call once if `worst`, the largest bits of its numbers, are not those of a finite number."""
+    """Count a call once if `worst`, the bits of its largest number, are those of Inf or NaN."""
     if anywhere(worst) >= INF_BITS:
         before = tl.atomic_xchg(bad, call)
         if before != call:

@@ -24,9 +24,9 @@ class Frame(NamedTuple):
     numel_low: Any
     numel_high: Any
     numel: Any
-    full: Any  # blocks but a short last one
-    length: Any  # elements of that one, 0 if there is none
-    span: Any  # its codes per lane
+    full: Any  # how many full blocks
+    length: Any  # elements of a short last block, 0 if there is none
+    span: Any  # codes per lane of that block
     scales_at: Any
     scales_end: Any
     minima_at: Any
@@ -37,7 +37,7 @@ class Frame(NamedTuple):
     codes_end: Any
     nbytes: Any
     root: Any  # 1 / sqrt(codes) of a full block
-    tail_root: Any  # and of the short last one
+    tail_root: Any  # 1 / sqrt(codes) of a short last block
 
 
 class Keys(NamedTuple):

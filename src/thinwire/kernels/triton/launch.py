@@ -113,7 +113,7 @@ def blocks(
     rows: int = 1,
     **task: Any,
 ) -> Prepared:
-    """A kernel of wires with blocks. layouts: one, or that of all rows but the last and that of the last.
+    """A kernel of wires with blocks. layouts: one, or two: of all rows but the last, and of the last.
 
     at: the wires' addresses modulo 16, combined by "or". grouped, task: as in Tile.
     """
@@ -203,7 +203,7 @@ def norms(layout: Layout, scale: float) -> Norms:
 
 @lru_cache(maxsize=4096)
 def roots(layout: Layout) -> tuple[float, float]:
-    """1 / sqrt(codes) of a full block and of the short last one; 1 where they are not rotated."""
+    """1 / sqrt(codes) of a full block and of the short last one; 1 if they are not rotated."""
     if not layout.format.rotated:
         return 1.0, 1.0
     return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0

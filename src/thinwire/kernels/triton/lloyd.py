@@ -93,7 +93,7 @@ def _codes_per_block(at, T: tl.constexpr):
 
 @triton.jit
 def per_code(total, at, T: tl.constexpr):
-    """total / codes of a block; where these are known to be a power of two, by a multiplication."""
+    """total / codes of a block; by a multiplication if the number of codes is known to be a power of two."""
     if T.whole:
         return total * (1.0 / T.block)
     else:

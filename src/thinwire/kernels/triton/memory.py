@@ -44,7 +44,7 @@ def load_text(nbytes):
 
 @triton.constexpr_function
 def load_operands(nbytes):
-    """Constraints of that PTX."""
+    """The constraints of load_text's operands."""
     return ",".join(["=&r"] * max(1, nbytes // 4) + ["l", "r"])
 
 
@@ -71,7 +71,7 @@ def store_text(nbytes):
 
 @triton.constexpr_function
 def store_operands(nbytes):
-    """Constraints of that PTX."""
+    """The constraints of store_text's operands."""
     return ",".join(["=r", "l"] + ["r"] * max(1, nbytes // 4) + ["r"])
 
 

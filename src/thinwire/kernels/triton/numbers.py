@@ -49,7 +49,7 @@ def shifted(word, COUNT: tl.constexpr):
 
 @triton.jit
 def size_bits(x):
-    """The bits of |x|: their order is that of |x|, with NaN at the top."""
+    """The bits of |x|, which sort like |x|, with NaN at the top."""
     return bits_of(x) & 0x7FFFFFFF
 
 

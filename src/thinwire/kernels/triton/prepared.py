@@ -133,7 +133,7 @@ class Repeated:
     ) -> None:
         self._make = functools.cache(make)
         self._names = (*tensors, *numbers)
-        self._places: list[int] = []  # of these among the kernel's arguments
+        self._places: list[int] = []  # their places among the kernel's arguments
         self._even = even  # whether four neighbors can be read at once in every row
         self._starts: dict[tuple[Any, ...], _Start] = {}  # by the dtypes, and the addresses modulo 16
 

@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """The key of row r is that of row r * by_row + first under the step and the seed, both mixed."""
+    """Row r has the key of row r * by_row + first, under the step and the seed, both mixed."""
 
     seed: Any  # two halves
     by_row: Any

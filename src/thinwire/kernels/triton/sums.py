@@ -201,7 +201,7 @@ def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
 
 @triton.jit
 def _integer(code, T: tl.constexpr):
-    """The number an integer code stands for: its bits below those of 2**23, from which that is subtracted."""
+    """The number an integer code stands for: the code becomes the low bits of 2**23, which is then subtracted."""
     return float_of(code | WIDENER_BITS) - (WIDENER + T.zero)
 
 
@@ -214,7 +214,7 @@ def _whole_byte(words, i: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _bits_below(word, MASK: tl.constexpr):
-    """The bits of a word under MASK, in place, with those of 2**23: one instruction, the constant in a register."""
+    """The bits of a word under MASK as the low bits of 2**23: one instruction, with that constant in a register."""
     return instruction(filled(BELOW, MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 

@@ -4,8 +4,8 @@
 A program holds `rows` blocks. A block of `block` elements is cut into `lanes` runs of `span` elements, so that the
 codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbors, which one thread holds.
 Element i = lane * span + column * vector + v of every row therefore lives in one tensor of shape (rows, columns), and a
-tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking and all butterflies of the rotation but
-those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
+tile is the tuple of these tensors, with index lane * vector + v. Packing, unpacking and all butterflies of the rotation
+except those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Tile:
     stochastic: bool = False
     unbiased: bool = False
     words: tuple[bool, ...] = (False,)  # planes whose bytes are read and written `vector` at a time
-    whole: bool = False  # True => the columns are exactly those of the span
+    whole: bool = False  # True => the columns cover the span exactly
     grouped: bool = False  # True => floats are read and written `vector` at a time
     even: bool = False  # True => scales are read and written as 16-bit numbers, else as bytes
     loose: bool = False  # True => blocks have any length up to `block`, and elements past it are masked
