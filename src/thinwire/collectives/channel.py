@@ -217,18 +217,17 @@ class Channel:
             self.handshake.close()
             return True
 
-    def close(self) -> None:
-        """End the thread once it has nothing more to do; another operation would start a new one.
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads once they have nothing more to do; another operation would start new ones.
 
-        A thread that is idle has ended when this returns. One that still waits for messages has not: the end of the
-        process waits for it ([Note: Threads end first]).
+        If `wait`, idle ones have ended now; the process's end waits for the others ([Note: Threads end first]).
         """
-        self.handshake.close()
+        self.handshake.close(wait=wait)
         with self.lock:
             thread, self._thread = self._thread, None
             self._inbox.put(None)
             self._inbox = SimpleQueue()
-        if thread is not None and thread is not threading.current_thread() and self._pipeline.idle:
+        if wait and thread is not None and thread is not threading.current_thread() and self._pipeline.idle:
             thread.join(_GRACE_S)
 
     def _start_thread(self) -> None:
@@ -318,7 +317,8 @@ def _new_channel(
         state = _groups.setdefault(members[0], _GroupState())
         if key not in state.channels:
             made = Channel(tuple(_transport(member, device) for member in members), device)
-            weakref.finalize(members[0], made.close)
+            # It may run while any thread starts, and then Python cannot join another: so it does not wait.
+            weakref.finalize(members[0], made.close, wait=False)
             state.channels[key] = made
         return state.channels[key]
 

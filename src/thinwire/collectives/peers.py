@@ -204,10 +204,10 @@ class Handshake:
             raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {both}")
         return max(map(sum, sent_R))
 
-    def close(self) -> None:
-        """End the thread; unless it waits for others, it has ended when this returns. A later call starts a new one."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread, which a later call starts anew. If `wait`, it has ended now, unless it waits for others."""
         aside, self._aside = self._aside, ThreadPoolExecutor(thread_name_prefix=self._name)
-        aside.shutdown(wait=not self._comparing and not threading.current_thread().name.startswith(self._name))
+        aside.shutdown(wait=wait and not self._comparing and not threading.current_thread().name.startswith(self._name))
 
     def _compared(self, description: str, fingerprint: int, to_all: bool) -> tuple[bool, list[str]]:
         """Whether all ranks have the same fingerprint; if not, or `to_all`, the description of every rank."""
