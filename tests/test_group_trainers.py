@@ -19,22 +19,24 @@ GROUPS = {  # backend and rules of the default group
 }
 
 
-def jobs(group: Any, trainer: str, cases: list[dict[str, int]], name: str, store: str) -> list[Any]:
+def jobs(group: Any, trainer: str, cases: list[dict[str, int]], names: list[str], store: str) -> list[Any]:
     """Of every case the losses, and how many kinds of groups had compressed traffic; or what is not installed."""
     warnings.simplefilter("ignore")
     rank, world = group.rank(), group.size()
-    dist.destroy_process_group()
-    backend, os.environ["THINWIRE_RULES"] = GROUPS[name]
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
-    found = []
-    for case in cases:
-        before = trainers.compressed()
-        try:
-            losses = trainers.TRAINERS[trainer](**case)
-        except ModuleNotFoundError as error:  # the Makefile installs them without what they depend on
-            return [str(error)]
-        found.append((losses, len(trainers.compressed() - before)))
+    found: list[Any] = []
+    for name in names:
+        dist.destroy_process_group()
+        backend, os.environ["THINWIRE_RULES"] = GROUPS[name]
+        dist.init_process_group(backend, store=dist.FileStore(store + name, world), rank=rank, world_size=world)
+        found.append([])
+        for case in cases:
+            before = trainers.compressed()
+            try:
+                losses = trainers.TRAINERS[trainer](**case)
+            except ModuleNotFoundError as error:  # the Makefile installs them without what they depend on
+                return [str(error)]
+            found[-1].append((losses, len(trainers.compressed() - before)))
     return found
 
 
@@ -56,13 +58,11 @@ def test_trainers_run_unmodified(
         if torch.__version__ < "2.13":
             pytest.skip("torchtitan needs torch 2.13")
         cases = [case for case in cases if "pipeline" not in case]  # needs 2.14
-    found = []
-    for one in ("plain", name):  # in processes of its own, which end: trainers, and DTensor, keep groups for good
-        of_ranks = ranks.fresh(world).run(jobs, trainer, cases, one, str(tmp_path / one), lost=world)
-        found.append([case for of_rank in of_ranks for case in of_rank])
-        if isinstance(found[0][0], str):
-            pytest.skip(found[0][0])
-    for (expected, _), (losses, kinds) in zip(*found, strict=True):
+    # Processes of its own, which end: trainers, and DTensor, keep groups for good.
+    of_ranks = ranks.fresh(world).run(jobs, trainer, cases, ["plain", name], str(tmp_path / "store"), lost=world)
+    if isinstance(of_ranks[0][0], str):
+        pytest.skip(of_ranks[0][0])
+    for (expected, _), (losses, kinds) in (pair for of_rank in of_ranks for pair in zip(*of_rank, strict=True)):
         assert kinds == (world // 2 if name == "int8" else 0)
         worst = max(abs(mine - plain) for mine, plain in zip(losses, expected, strict=True))
         assert worst <= (CLOSE if name == "int8" else 0) * (expected[0] - expected[-1])
