@@ -12,7 +12,8 @@ Feedback: x + factor * memory is encoded, and `left` passes data from one of the
 | "classic" | the encoding error | the error of the sum | memory = share * left |
 | "ef21" | the decoded wire | the own part minus the sum | memory += share * left, in the own row left + result |
 
-share is 1 for the own row, else the decoder's argument. With "ef21", mean + result is the output and the new mean.
+The own row is the one that this rank adds up. Its share is 1, that of others the decoder's argument. With "ef21",
+mean + result is the output and the new mean.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ its registers. In a short last block a lane has several positions, and a column 
 columns of the same strand repeat the work.
 
 [Note: Path and cost] A state's word has the cost of the best path to it in its upper half, and the path itself in the
-lower ones: bit t is p[i-2] of the segment's position i = t. The newest bit is the highest, so the smaller of two words
+lower one: bit t is p[i-2] of the segment's position i = t. The newest bit is the highest, so the smaller of two words
 belongs to the cheaper path, or in a tie to the one with p[i-2] = 0, as in the reference. A segment's bits are put aside
 when it ends. Costs are counted in full; the reference cuts them at 255, which the best path never reaches.
 """
