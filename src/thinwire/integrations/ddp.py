@@ -6,6 +6,7 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 
 import functools
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -315,7 +316,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     check_stepped(ddp_model.module, options.get("optimizer"))
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
     # DDP goes on bringing gradients of what was frozen after it was made.
-    brought = ddp_model._get_ddp_logging_data()["num_parameter_tensors"]
+    brought = ddp_model._get_ddp_logging_data().get("num_parameter_tensors", math.inf)
     state._names.frozen_travel = brought > len(state._names.sizes)
     _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
