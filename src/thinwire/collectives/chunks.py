@@ -129,10 +129,6 @@ class Scratch:
         """A part of it, to be handed out from its own beginning."""
         return Scratch(self._buffer[begin : begin + nbytes])
 
-    def matrix(self, world: int, nbytes: int) -> Tensor:
-        """`world` rows of `nbytes`; wires are whole multiples of 16 bytes, so nothing is lost between rows."""
-        return self.take(world * nbytes).view(world, nbytes)
-
     def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.take(numel * dtype.itemsize).view(dtype)
 
@@ -160,15 +156,8 @@ class Flat:
         """The tensors, and the rows that are not views of them."""
         return [*self.tensors, *self._parts]
 
-    @property
-    def scattered(self) -> bool:
-        """Whether spans can touch several tensors."""
-        return len(self._parts) > 1
-
     def read(self, span: Span, scratch: Scratch) -> Tensor:
         """The numbers of a span; after changing them, pass them to `write`."""
-        if not self.scattered:
-            return self._parts[0][span.begin : span.end]
         pieces = self._pieces(span)
         if len(pieces) == 1:
             return pieces[0]
@@ -179,7 +168,7 @@ class Flat:
 
     def write(self, span: Span, values: Tensor) -> None:
         """Write the numbers that `read` returned back to the tensors."""
-        if self.scattered and len(pieces := self._pieces(span)) > 1:
+        if len(pieces := self._pieces(span)) > 1:
             torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def finish(self) -> None:

@@ -133,7 +133,7 @@ class ReduceScatter(Operation):
         some = [at for at, span in enumerate(spans) if span.numel]
         sizes = [self._lanes[at].codec.wire_bytes(spans[at].numel, self._lanes[at].dtype) for at in some]
         stride = sum(sizes) + self._note
-        sent_WN, received_WN = (scratch.matrix(link.world, stride) for _ in range(2))
+        sent_WN, received_WN = (scratch.take(link.world * stride).view(link.world, stride) for _ in range(2))
         sent_LWN, received_LWN = columns(sent_WN, sizes), columns(received_WN, sizes)
         parts = [
             _LaneRows(self._lanes[at], spans[at], Key(self._step, index, at).mixed(), link, stride, self._scale)

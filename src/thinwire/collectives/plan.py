@@ -223,24 +223,31 @@ def plan_call(
     if algorithm == "plain":
         _check_torch_takes(key.dtype, links)
         return plain
+    across = None if mesh is None else (codecs[-1], codecs[-1])
+    lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
     scale = None if key.reduction is None else key.reduction.scale(world)
-    longest = max(key.lengths, default=0) // (world if key.kind == "reduce_scatter" else 1)
-    lane = LaneSpec(numel if is_sum else longest, codecs[0], codecs[0], dtype=key.dtype)
-    if scale is not None and is_sum:
+    if is_sum and scale is not None:
         several = len(key.lengths) > 1
-        lane = lane._replace(across=None if mesh is None else (codecs[-1], codecs[-1]), scattered=several)
-        plan = sum_plan(plain.text, [lane], links, algorithm, scale)
+        plan = sum_plan(plain.text, [lane._replace(scattered=several)], links, algorithm, scale)
         if several and plan.program is not None:
             plan = replace(plan, program=functools.partial(programs.coalesced, plan.program))
-    elif key.source is not None:
-        check_recodes(codecs, key.verb)
-        plan = _broadcast_plan(plain.text, lane, links[0], key.source)
-    elif key.kind == "all_to_all":
-        check_recodes(codecs, key.verb)
-        plan = _exchange_plan(plain.text, lane, links[0])
     else:
-        plan = rows_plan(plain.text, [lane], links[0], total=numel if key.verb == "all_gather" else 0, scale=scale)
+        plan = _move_plan(key, lane, links[0], scale)
     return replace(plan, reduction=plain.reduction, source=key.source)
+
+
+def _move_plan(key: PlanKey, lane: LaneSpec, link: Transport, scale: float | None) -> CallPlan:
+    """The plan of a verb other than a sum. `lane` has the elements of the message of all ranks."""
+    total = lane.numel if key.verb == "all_gather" else 0
+    longest = max(key.lengths, default=0) // (link.world if key.kind == "reduce_scatter" else 1)
+    lane = lane._replace(numel=longest)
+    if key.kind in ("broadcast", "all_to_all"):
+        check_recodes([lane.codec], key.verb)
+    if key.source is not None:
+        return _broadcast_plan(str(key), lane, link, key.source)
+    if key.kind == "all_to_all":
+        return _exchange_plan(str(key), lane, link)
+    return rows_plan(str(key), [lane], link, total=total, scale=scale)
 
 
 def _check_mesh(key: PlanKey, mesh: DeviceMesh | None) -> None:
