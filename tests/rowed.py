@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import channel, groups, transport
-from thinwire.collectives.transport import Moving, Transport
+from thinwire.collectives.transport import Moving
 
 CPU = torch.device("cpu")
 
@@ -46,10 +46,6 @@ class RowedTransport(transport.PairTransport):
         dist.all_to_all_single(received, sent, list(received_R), list(sent_R), group=self.group)
 
 
-def _rowed_transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
-    return RowedTransport(group, sequences, device)
-
-
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
     """Nothing is known about any group, not what other tests, which change how messages are cut, have planned."""
@@ -60,5 +56,5 @@ def anew() -> Iterator[None]:
 @contextlib.contextmanager
 def rowed() -> Iterator[None]:
     """Nothing is known about any group, and calls run programs; what was known comes back at the end."""
-    with anew(), mock.patch.object(transport, "transport", _rowed_transport):
+    with anew(), mock.patch.object(transport, "transport", RowedTransport):
         yield

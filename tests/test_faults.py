@@ -256,7 +256,7 @@ class Waiting(RowedTransport):
 
 def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
     """What is said in a call on a stream, and in the next."""
-    with rowed(), patch.object(transport, "transport", lambda *args: Waiting(args[0], args[2], args[1])):
+    with rowed(), patch.object(transport, "transport", Waiting):
         member = dist.new_group()
         call = calls_of(verb, member)
         call(5000)

@@ -326,7 +326,7 @@ def _new_channel(
 def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     state = _groups.setdefault(group, _GroupState())
     if device not in state.transports:
-        state.transports[device] = transports.transport(group, device, state.sequences)
+        state.transports[device] = transports.transport(group, state.sequences, device)
     return state.transports[device]
 
 

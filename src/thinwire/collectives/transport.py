@@ -476,7 +476,7 @@ _TO_ALL.asyncOp = False
 _GATHER.asyncOp = False
 
 
-def transport(group: dist.ProcessGroup, device: torch.device, sequences: Iterator[int]) -> Transport:
+def transport(group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> Transport:
     """The transport of a group for tensors on a device. All ranks call it together: NCCL connects in it."""
     name = backend(group, device)
     if name == "nccl":
