@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import channel, groups, transport
-from thinwire.collectives.transport import Moving
 
 CPU = torch.device("cpu")
 
@@ -27,17 +26,15 @@ class RowedTransport(transport.PairTransport):
         super().__init__(group, sequences, device)
         self.log: list[tuple[str, int]] = []
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> Moving:
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> None:  # type: ignore[override]
         self.log.append(("all_to_all", sent.numel()))
         dist.all_to_all_single(received, sent, group=self.group)
-        return Moving()
 
-    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> Moving:
+    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> None:  # type: ignore[override]
         self.log.append(("all_gather", whole.numel()))
         groups.all_gather_single(whole, own.clone(), group=self.group)
-        return Moving()
 
-    def broadcast(self, whole: Tensor, source: int) -> None:
+    def broadcast(self, whole: Tensor, _: Tensor, source: int) -> None:
         self.log.append(("broadcast", whole.numel()))
         dist.broadcast(whole, group=self.group, group_src=source)
 

@@ -5,7 +5,8 @@ like an earlier one is found by its raw arguments, before anything is checked or
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_call
 
 _PLAIN = (Tensor, nn.Parameter)
+_SHAPE = operator.attrgetter("shape")
 _NO_PLAN = CallPlan("")  # of calls that are not planned here
 
 
@@ -56,20 +58,15 @@ class Arguments(NamedTuple):
     algorithm: str
     how: tuple[Any, ...] = ()  # the op of a sum, or the two names of a broadcast's source
 
-    @property
-    def kind(self) -> Hashable:
-        """What calls have in common that can have one plan."""
-        shapes = [tensor.shape for tensor in self.tensors]
-        return self.verb, self.codec, self.algorithm, self.how, self.tensors[0].dtype, *shapes
-
 
 def issue_known(given: Arguments, step: int | None) -> IssuedCall | None:
     """Issue a call like one remembered for these arguments; None if there is none. See [Note: Known calls]."""
-    tensors = given.tensors
-    members: Any = dist.group.WORLD if given.group is None else given.group
+    verb, tensors, group, codec, algorithm, how = given
+    members: Any = dist.group.WORLD if group is None else group
     try:
         channel = known_channel(members, tensors[0].device)
-        plan = None if channel is None else channel.known.get(given.kind)
+        kind = verb, codec, algorithm, how, tensors[0].dtype, *map(_SHAPE, tensors)
+        plan = None if channel is None else channel.known.get(kind)
     except (TypeError, AttributeError, IndexError):  # wrong arguments: the checks raise for them
         return None
     if channel is None or plan is None:
@@ -87,10 +84,11 @@ def issue_known(given: Arguments, step: int | None) -> IssuedCall | None:
 def remember(call: IssuedCall, given: Arguments) -> None:
     """From now on `issue_known` finds the plan of calls like this one, unless all calls are compared."""
     channel = call.channel
-    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in given.tensors):
+    verb, tensors, _, codec, algorithm, how = given
+    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
         return
-    if not any(type(part) is dist.ReduceOp for part in given.how):  # one with a factor, which is not compared
-        bounded(channel.known)[given.kind] = call.plan
+    if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
+        bounded(channel.known)[verb, codec, algorithm, how, tensors[0].dtype, *map(_SHAPE, tensors)] = call.plan
 
 
 def issue_planned(

@@ -163,8 +163,8 @@ def broadcast_program(link: Transport, lane: LaneSpec, source: int) -> RowProgra
     stride = lane.codec.wire_bytes(longest, lane.dtype)
     job = job_of(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
     encodes = [rows.encoder(job)] if link.rank == source else []
-    decodes = [rows.decoder(job)]
-    return RowProgram([job], encodes, lambda wires, _: link.broadcast(wires, source), decodes, in_place=True)
+    move = functools.partial(link.broadcast, source=source)
+    return RowProgram([job], encodes, move, [rows.decoder(job)], in_place=True)
 
 
 def exchange_uneven(link: Transport, codec: Codec, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:

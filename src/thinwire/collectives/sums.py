@@ -148,10 +148,14 @@ class SumChunk:
             self.kernels[i].encode(xs[i], sent_L[i], mixed[i], kept[i], *look)
         if self._two_phase:
             if tags is not None:
-                yield link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
+                moving = link.all_to_all(views.received, views.sent, self._used_R, tags[-1])
+                if moving is not None:
+                    yield moving
             yield from self._reduce(views, xs, mixed, tags, kept, watches)
         if tags is not None:
-            yield link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
+            moving = link.all_gather(views.sent, views.local, self._used_R, tags[-1] + self._two_phase)
+            if moving is not None:
+                yield moving
         if bad is not None:
             for lane, wires in zip(self.kernels, views.sent_L, strict=True):
                 if lane.scan is not None:

@@ -118,9 +118,9 @@ class Transport:
     # Matrices of wires, one row per rank. On a stream: as collectives on the current stream, which waits for them.
     # Elsewhere so many bytes of each rank's row travel (used_R), under a tag.
     # (received, sent, used_R, tag): row r of what is received = this rank's row of what rank r sent
-    all_to_all: Callable[..., Moving]
-    all_gather: Callable[..., Moving]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
-    broadcast: Callable[[Tensor, int], None]  # on a stream only: all = the source's
+    all_to_all: Callable[..., Moving | None]
+    all_gather: Callable[..., Moving | None]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
+    broadcast: Callable[..., None]  # on a stream only, (whole, whole, source): all = the source's
     exchange_rows: Callable[..., None]  # on a stream only: all_to_all of rows of any lengths, in bytes
 
     def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
@@ -352,7 +352,7 @@ class StreamTransport(Transport):
         self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> Moving:
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> None:
         self._moved(sent.numel() - sent.numel() // self.world)
         with range_of("thinwire::wire"):
             if self.world == 2:  # a gather of what the other gets: as many bytes, faster over TCP than NCCL's pairs
@@ -362,15 +362,13 @@ class StreamTransport(Transport):
                 (received[half:] if self.rank else received[:half]).copy_(kept)
             else:
                 _finish(group_all_to_all(self.group, received, sent, (), (), _TO_ALL))
-        return Moving()
 
-    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> Moving:
+    def all_gather(self, whole: Tensor, own: Tensor, *_: Any) -> None:
         self._moved(whole.numel() - own.numel())
         with range_of("thinwire::wire"):
             _finish(group_all_gather(self.group, whole, own, _GATHER))
-        return Moving()
 
-    def broadcast(self, whole: Tensor, source: int) -> None:
+    def broadcast(self, whole: Tensor, _: Tensor, source: int) -> None:
         sent = whole.numel() if self.rank == source else 0
         self._moved(sent, whole.numel() - sent)
         options = c10d.BroadcastOptions()
