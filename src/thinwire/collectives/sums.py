@@ -135,7 +135,7 @@ class SumChunk:
 
         In one shot there is one shard, which every rank sends to all others. By lane: flat numbers, or Picked; the step
         (hashing.row_step); the memory where there is feedback; what looks at each row as it is encoded. Without tags
-        (across nodes, inside) nothing is sent: kernels are to be compiled. A stream waits by itself.
+        (across nodes, inside) nothing is sent: kernels are to be compiled. No message is awaited on a stream.
         """
         link = self._link
         kept: Sequence[Memory | None] = [None] * len(xs)

@@ -116,7 +116,7 @@ class Transport:
     share: Callable[[bytes], list[bytes]]  # the rows of all ranks, which are equally long; raises LostRankError
     close: Callable[[], None]  # closes the connections of the group: all who wait for a message get an error
     # Matrices of wires, one row per rank. On a stream: as collectives on the current stream, which waits for them.
-    # Elsewhere so many bytes of each rank's row travel (used_R), under a tag.
+    # Elsewhere so many bytes of each rank's row travel (used_R), under a tag, and what moves is returned.
     # (received, sent, used_R, tag): row r of what is received = this rank's row of what rank r sent
     all_to_all: Callable[..., Moving | None]
     all_gather: Callable[..., Moving | None]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
