@@ -178,8 +178,7 @@ def fed_rows(group: Group, bad_step: int, cut: bool = False) -> tuple[list[Tenso
     specs = [LaneSpec(numel, codec(name), codec(name), "classic") for numel, name in FED]
     residuals = [torch.zeros(world * numel) for numel, _ in FED]
     heard: list[bool] = []
-    carries = [feedback.Carry(memory) for memory in residuals]
-    watched = Hooks(carries, [None, None], heard.append)
+    watched = Hooks([feedback.Carry(memory) for memory in residuals], [None, None], heard.append)
     message = RowMessage(specs, torch.empty(0), group, 1 / world)
     totals = [torch.zeros(numel, dtype=torch.float64) for numel, _ in FED]
     kept = True
