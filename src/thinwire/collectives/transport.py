@@ -174,9 +174,9 @@ class Transport:
 
     def all_gather_rows(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
-        return self.exchange(*self._of_rows(rows), tag)
+        return self.exchange(*self.messages_of(rows), tag)
 
-    def _of_rows(self, rows: Sequence[Tensor]) -> tuple[Messages, Messages]:
+    def messages_of(self, rows: Sequence[Tensor]) -> tuple[Messages, Messages]:
         """The messages that bring every rank's row to all."""
         sends = [(rank, rows[self.rank]) for rank in self.others if rows[self.rank].numel()]
         return sends, [(rank, rows[rank]) for rank in self.others if rows[rank].numel()]
@@ -274,7 +274,7 @@ class PairTransport(Transport):
 
     def all_gather(self, whole: Tensor, _: Tensor, used_R: Sequence[int], tag: int) -> Moving:
         rows = [row[:used] for row, used in zip(whole.view(self.world, -1), used_R, strict=True)]
-        return self.exchange(*self._of_rows(rows), tag)
+        return self.exchange(*self.messages_of(rows), tag)
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         if self.has_checksums:
@@ -299,7 +299,7 @@ class PairTransport(Transport):
     def share(self, row: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.world)]
-        self._start(*self._of_rows(rows), self.draw_tags()).wait()
+        self._start(*self.messages_of(rows), self.draw_tags()).wait()
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:

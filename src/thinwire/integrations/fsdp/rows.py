@@ -345,9 +345,8 @@ class ExactGather(Operation):
         lengths_W = new.new_full((world, 1), own.numel(), dtype=torch.int64)
         yield self._link.all_gather_rows(lengths_W.view(torch.uint8).unbind(), self._tags[0])
         wires_W = [own.new_empty(length) for length in lengths_W.flatten().tolist()]
-        sends = [(peer, own) for peer in self._link.others if own.numel()]
-        receives = [(peer, wires_W[peer]) for peer in self._link.others if wires_W[peer].numel()]
-        yield self._link.exchange(sends, receives, self._tags[0] + 1)
+        wires_W[rank] = own
+        yield self._link.exchange(*self._link.messages_of(wires_W), self._tags[0] + 1)
         self.sent_bytes += (world - 1) * (_LENGTH_BYTES + own.nbytes)
         self.plain += own.nbytes == new.nbytes
         wires_W[rank] = new.view(torch.uint8)
