@@ -304,8 +304,12 @@ class DiLoCo(Handle):
             for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
                 copy.grad = gradient
             self.outer_optimizer.step()
-            for copy in fragment.outer:
-                copy.grad = None
+            for part in self._fragments:
+                for copy, values in zip(part.outer, part.split(part.values), strict=True):
+                    copy.grad = None
+                    if copy.data_ptr() != values.data_ptr():  # the optimizer has given it other data
+                        values.copy_(copy)
+                        copy.data = values
             trained = fragment.flat().sub_(done.sent)  # zero without overlap
             fragment.put(trained.add_(fragment.values))
 

@@ -76,12 +76,7 @@ class Columns:
         self.message.program(space, each[0] + each[1], step, bad)
 
     def send(
-        self,
-        output: Tensor,
-        input: Tensor,
-        step: int,
-        hooks: Hooks | None = None,
-        note: Bad | None = None,
+        self, output: Tensor, input: Tensor, step: int, hooks: Hooks | None = None, note: Bad | None = None
     ) -> None:
         """Run the message on matrices; `input` is modified."""
         if self._places and hooks is None:
