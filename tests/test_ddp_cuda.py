@@ -21,10 +21,11 @@ from thinwire import feedback
 from thinwire.collectives import chunks
 from thinwire.collectives.call import issue_call
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.lane import Fine, Lane, LaneSpec
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.sums import SumProgram
+from thinwire.kernels.rows import Fine
 
 pytestmark = list(needs_cuda)
 N = 40_000
