@@ -76,7 +76,7 @@ class _LaneMessage:
 
 def _loaded(plan: CallPlan, flats: Iterable[Flat], hooks: Hooks) -> list[Lane]:
     """The lanes of a plan, with their numbers at one step."""
-    return list(map(Lane, plan.lanes, flats, hooks.carries, hooks.watches))
+    return [Lane(*each) for each in zip(plan.lanes, flats, hooks.carries, hooks.watches, strict=True)]
 
 
 def _described(specs: Sequence[LaneSpec], dtype: torch.dtype) -> str:

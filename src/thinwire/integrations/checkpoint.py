@@ -104,9 +104,9 @@ def gather_parts(
     sizes = {name: (value.shape, str(value.dtype).removeprefix("torch.")) for name, value in local.items()}
     code = float(zlib.crc32(json.dumps(sizes, sort_keys=True).encode()))
     most, less = torch_verbs.agree("state_dict", (group,), device, [code, -code], dist.ReduceOp.MAX)
-    told = _exchange((sizes if most > -less else {}, note), group, device)  # what all have is not sent
-    found: list[dict[str, Tensor]] = [{} for _ in told] if group.rank() == 0 else []
-    for has, _ in told:
+    all_ranks = _exchange((sizes if most > -less else {}, note), group, device)  # what all have is not sent
+    found: list[dict[str, Tensor]] = [{} for _ in all_ranks] if group.rank() == 0 else []
+    for has, _ in all_ranks:
         sizes |= {name: size for name, size in has.items() if name not in sizes}
     for name, (shape, dtype) in sorted(sizes.items()):
         value = local[name] if name in local else torch.zeros(shape, dtype=getattr(torch, dtype))
@@ -114,7 +114,7 @@ def gather_parts(
         torch_verbs.gather("state_dict", value.to(device), parts, group)
         for named, part in zip(found, parts, strict=True):
             named[name] = part.cpu()
-    return found, [note for _, note in told] if found else []
+    return found, [note for _, note in all_ranks] if found else []
 
 
 def _exchange(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
