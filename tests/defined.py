@@ -13,8 +13,7 @@ from torch import Tensor
 from cases import recoded, wire_of, wires_of
 from thinwire import Codec
 from thinwire.collectives import plan
-from thinwire.collectives.chunks import Chunking, Span, choose_chunking, shards
-from thinwire.collectives.lane import Key
+from thinwire.collectives.chunks import Chunking, Key, Span, choose_chunking, shards
 
 Parts = Sequence[Tensor]  # one per rank
 

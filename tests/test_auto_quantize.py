@@ -244,7 +244,7 @@ def test_misuse_is_refused() -> None:
 @on_ranks(2)
 def test_misuse_of_the_rewritten_ones_is_refused(group: Group) -> None:
     misuse: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-        ("gather", (blank(1),), {"dst": 0, "group_dst": 0}, "name the root once"),
+        ("gather", (blank(1),), {"dst": 0, "group_dst": 0}, "dst: expected one rank"),
         ("reduce", (blank(1),), {"group_dst": 2}, "must be 0..1, got 2"),
         ("scatter", (blank(1),), {"src": -1}, "must be 0..1, got -1"),
         ("gather", (blank(1), [blank(1)]), {"dst": group.rank()}, "gather_list: expected 2 tensors on this rank, got"),

@@ -15,10 +15,8 @@ from cases import CUDA, needs_cuda, no_host_sync, on_ranks
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, channel_of
-from thinwire.collectives.chunks import Flat
-from thinwire.collectives.lane import Lane, LaneSpec
+from thinwire.collectives.chunks import Flat, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.sums import SumProgram
@@ -32,7 +30,7 @@ def submit_sum(channel: Channel, codec: Codec, algorithm: str, x: Tensor) -> Any
     lane = LaneSpec(x.numel(), codec, codec, dtype=x.dtype, chunking=chunks.Chunking(x.numel(), 16_384))
     program = SumProgram([channel.transport], algorithm, [lane], 1.0, fused=False)
     plan = CallPlan("all_reduce", [lane], program.scratch_bytes, sum=program)
-    call = issue_call(channel, "all_reduce", plan, outputs=[x], step=7, async_op=True)
+    call = channel.issue(plan, outputs=[x], step=7, async_op=True)
     return channel.submit(AllReduce(call, [Lane(lane, Flat([x]))]), call)
 
 
@@ -157,7 +155,7 @@ def test_torchs_own_calls_are_ordered_by_streams_too(group: dist.ProcessGroup) -
     out, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = issue_call(channel, "all_gather", outputs=[out], async_op=True)
+    call = channel.issue("all_gather", outputs=[out], async_op=True)
     work = torch_verbs.all_gather(call, (out, x))
     assert work is not None
     with torch.cuda.stream(side):

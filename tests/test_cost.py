@@ -122,7 +122,7 @@ def test_before_anything_was_measured_there_is_no_choice() -> None:
 def test_where_there_is_nothing_to_choose_nothing_is_measured(case: tuple[int, int, str]) -> None:
     world, numel, codec = case
     key = CurveKey("all_reduce", torch.float32, (thinwire.codec(codec),))
-    found = cost.explained(Measured(), key, numel, world)
+    found = cost.choice(Measured(), key, numel, world)
     assert found.algorithm == "plain"
     assert "nothing to choose" in str(found)
 

@@ -19,9 +19,7 @@ from replicas import READY, Given, backward, draw, flat, wrap
 from test_collectives_cuda import nccl_channel
 from thinwire import feedback
 from thinwire.collectives import chunks
-from thinwire.collectives.call import issue_call
-from thinwire.collectives.chunks import Flat
-from thinwire.collectives.lane import Lane, LaneSpec
+from thinwire.collectives.chunks import Flat, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
 from thinwire.collectives.sums import SumProgram
@@ -86,7 +84,7 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
 
     def average(x: torch.Tensor, step: int) -> None:
         plan = CallPlan("all_reduce", [spec], program.scratch_bytes, sum=program)
-        call = issue_call(channel, "all_reduce", plan, outputs=[x], step=step, async_op=True)
+        call = channel.issue(plan, outputs=[x], step=step, async_op=True)
         lane = Lane(spec, Flat([x]), carry)
         channel.submit(AllReduce(call, [lane], told.append), call).wait()
 

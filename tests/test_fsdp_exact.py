@@ -18,7 +18,6 @@ from replicas import Group, message_of
 from rowed import rowed
 from thinwire import FSDPState, compress_fsdp
 from thinwire.collectives import traffic
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of
 from thinwire.errors import CollectiveError, WireError
 from thinwire.integrations.choice.options import framework_options
@@ -168,7 +167,7 @@ def exchanged(group: Group) -> bool:
         for turn in range(3):
             rows_W[turn % world] *= 1 + 2.0**-7
             rows_W[-1] = torch.randn(9001, generator=torch.Generator().manual_seed(turn // 2)).to(BF16)
-            call = issue_call(channel, "gather", outputs=[kept_W], step=turn)
+            call = channel.issue("gather", outputs=[kept_W], step=turn)
             operation = rows.ExactGather(call, rows_W[rank], kept_W, [9001])
             channel.submit(operation, call)
             same &= torch.equal(kept_W, rows_W) and operation.sent_bytes <= (world - 1) * (LENGTH + 2 * 9001)

@@ -15,7 +15,7 @@ from cases import Range, by_turns, digest, on_ranks, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, draw, flat, learn, network, same_everywhere
 from thinwire import codec, compress_fsdp
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.integrations.fsdp.rows import Columns
 from thinwire.integrations.lanes import lanes_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases import assert_same, generated
 from thinwire import BlockInt, Cast, Codec, Lloyd
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.integrations.choice import first_phase
 from thinwire.integrations.lanes import BucketLane, lanes_of, load
 

@@ -13,7 +13,7 @@ from cases import no_host_sync, on_ranks
 from ranks import RankPool
 from replicas import Group
 from test_nccl import Place, each_world, on_nccl, on_worlds, two_nodes
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.collectives.message import RowMessage
 
 Options = Mapping[str, Any]

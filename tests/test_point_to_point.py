@@ -16,7 +16,7 @@ import thinwire
 from cases import on_ranks, seeded, wire_of
 from ranks import RankPool
 from thinwire.collectives import transport
-from thinwire.collectives.lane import Key
+from thinwire.collectives.chunks import Key
 from thinwire.errors import CollectiveError, PeerError, WireError
 
 Group = dist.ProcessGroup

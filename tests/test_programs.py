@@ -22,7 +22,7 @@ from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
 from test_nccl import OWN, Kind, Options, Outputs, Place, hierarchies, in_flight, in_units, layouts, means, verbs
 from thinwire.collectives import channel, chunks, programs
-from thinwire.collectives.workspaces import Workspace
+from thinwire.collectives.programs import Workspace
 from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16

@@ -17,7 +17,7 @@ from replicas import Group, message_of
 from test_nccl import OWN, Outputs, Place
 from test_programs import check_both
 from thinwire import codec, feedback
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.collectives.message import Hooks, RowMessage
 from thinwire.integrations.fsdp.rows import Columns
 from thinwire.integrations.lanes import lanes_of
@@ -108,7 +108,7 @@ def test_long_rows_are_cut_and_short_lanes_travel_with_the_first_chunk(group: Gr
     mine = [[drawn(n, source, group.rank()) for source in range(2)] for n in numels]
     step = sum(blocks_of(x, 128).abs().amax(1, keepdim=True) for x in mine[0]) / 127 * LONG.scale
     off = blocks_of(outputs[0] - LONG.scale * (mine[0][0] + mine[0][1]), 128).abs() / step
-    chunks = message._plan.lanes[0].chunking.num_chunks
+    chunks = message.plan.lanes[0].chunking.num_chunks
     assert chunks > 2
     assert 0 < message.sent_bytes - numels[0] * (1 + 2 / 128) < 64 * (chunks + 1)
     assert 0.3 < off.max() <= 0.5 * (1 + 2.0**-8) + 127 * 8 * ROUND

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from benchmarks import simulated
 from benchmarks.schemes import CONTROLS
 from thinwire import codecs
-from thinwire.collectives.lane import Key
+from thinwire.collectives.chunks import Key
 from thinwire.feedback import RowCopy
 from thinwire.integrations.choice.options import CodecChoice, DDPOptions, Feedback
 

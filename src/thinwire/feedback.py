@@ -8,7 +8,7 @@ So it may be dealt to another number of ranks (see `deal`) and moved between the
 | classic | x + W * error | error = what was lost | the mean of what was read |
 | ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
 
-kernels/rows.py says what travels and what is remembered in two phases (see [Note: Feedback] in collectives/lane.py).
+kernels/rows.py says what travels and what is remembered in two phases (see [Note: Feedback] in collectives/chunks.py).
 To add a kind: an entry in `KINDS`, its formula in kernels/rows.py, and its launches in kernels/triton.
 """
 

@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
-from thinwire.collectives.chunks import Flat, Scratch
-from thinwire.collectives.lane import Lane
-from thinwire.collectives.plan import flat_lane, sent_bytes, sum_plan
+from thinwire.collectives.chunks import Flat, Lane, Scratch
+from thinwire.collectives.plan import flat_lane, sum_plan
 from thinwire.collectives.sums import SumProgram, flat_algorithm
 from thinwire.collectives.transport import Moving, Stages, Transport
 from thinwire.errors import CodecError, CollectiveError
@@ -128,7 +127,7 @@ class RehearsedBucket:
         self.numel = sum(size.numel for size in sizes)
         self.wire_bytes = sum(spec.codec.wire_bytes(spec.numel, spec.encoded) for spec in self.specs)
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
-        self.sent_bytes = self.plain_bytes if self.plain else sent_bytes(plan, world)
+        self.sent_bytes = self.plain_bytes if self.plain else plan.sent_bytes(world)
 
     def numbers(self, buffer: Tensor) -> list[Tensor]:
         """A tensor per lane of one rank's gradients, in the dtype that its kernels take."""

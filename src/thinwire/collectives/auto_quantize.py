@@ -10,7 +10,7 @@ no verb are built on one that has:
     reduce                all_reduce, kept by one rank; the others' tensors stay as they are
     reduce_scatter        reduce_scatter_tensor of the list's tensors laid side by side
 
-To add one: its name in `_VERBS` if a verb has the same parameters, else a function in `_REWRITES`.
+To add one: its name in `_AS_IS` if a verb has the same parameters, else a function in `_CALLS`.
 """
 
 import inspect
@@ -69,72 +69,59 @@ def auto_quantize(
 Arguments = dict[str, Any]  # of a call, by parameter name
 Verb = Callable[..., Work | None]
 _Call = tuple[Verb, Arguments, Sequence[Tensor]]  # about to be made, and the tensors the caller will look at
-_NAMES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-    *("all_to_all_single", "broadcast", "reduce_scatter_single", "reduce_scatter_tensor"),
-)
-_VERBS: dict[str, Verb] = {name: getattr(verbs, name) for name in _NAMES}
 _ALIASES = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
-_REDUCES = (verbs.all_reduce, verbs.all_reduce_coalesced)
+
+
+def _as_is(arguments: Arguments, verb: Verb) -> _Call:
+    first = next(iter(arguments.values()))
+    return verb, arguments, [first] if isinstance(first, Tensor) else list(first)
 
 
 def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
     """gather and scatter: an exchange between the root's list, one tensor per rank, and the one tensor of each rank."""
-    tensor = arguments["tensor"]
+    tensor = arguments.pop("tensor")
     group = groups.resolve(arguments.get("group"))
-    source = _root(group, arguments.get(root), arguments.get(f"group_{root}"))
-    many = _list_of_root(group, source, arguments.get(listed), listed)
+    source = _root(arguments, group, root)
+    many = list(arguments.pop(listed, None) or ())
+    expected = group.size() if group.rank() == source else 0
+    if len(many) != expected:
+        raise CollectiveError(f"{listed}: expected {expected} tensors on this rank, got {len(many) or 'none'}")
     one = [tensor if rank == source else tensor.new_empty(0) for rank in range(group.size())]
-    gathers = listed == "gather_list"
-    outputs = many if gathers else [tensor]
+    outputs = many if listed == "gather_list" else [tensor]
     many = many or [tensor.new_empty(0) for _ in one]
-    receives, sends = (many, one) if gathers else (one, many)
-    passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
-    return verbs.all_to_all, passed | _only(arguments, "async_op"), outputs
+    receives, sends = (many, one) if listed == "gather_list" else (one, many)
+    return verbs.all_to_all, arguments | {"output_tensor_list": receives, "input_tensor_list": sends}, outputs
 
 
 def _reduce(arguments: Arguments) -> _Call:
     group = groups.resolve(arguments.get("group"))
-    is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
-    tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
-    return verbs.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor]
+    if group.rank() != _root(arguments, group, "dst"):
+        arguments["tensor"] = arguments["tensor"].clone()
+    return verbs.all_reduce, arguments, [arguments["tensor"]]
 
 
 def _reduce_scatter(arguments: Arguments) -> _Call:
     output = arguments["output"]
-    listed = list(arguments["input_list"])
+    listed = list(arguments.pop("input_list"))
     if any(tensor.numel() != output.numel() for tensor in listed):
         lengths = [tensor.numel() for tensor in listed]
         raise CollectiveError(f"reduce_scatter: expected {output.numel()} elements, the output's, got {lengths}")
-    whole = torch.cat([tensor.reshape(-1) for tensor in listed])
-    passed = {"output": output, "input": whole} | _only(arguments, "op", "group", "async_op")
-    return verbs.reduce_scatter_tensor, passed, [output]
+    arguments["input"] = torch.cat([tensor.reshape(-1) for tensor in listed])
+    return verbs.reduce_scatter_tensor, arguments, [output]
 
 
-def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
-    """The rank in the group of the one that gathers, scatters or reduces: rank 0 of the world if none was named."""
-    if rank is not None and group_rank is not None:
-        raise CollectiveError("name the root once: by its rank in the world or by its rank in the group")
-    found = dist.get_group_rank(group, rank or 0) if group_rank is None else group_rank
-    if not 0 <= found < group.size():  # which torch does not look at in the world
-        raise CollectiveError(f"the root's rank in the group must be 0..{group.size() - 1}, got {found}")
-    return found
+def _root(arguments: Arguments, group: dist.ProcessGroup, name: str) -> int:
+    """Take the root out of the arguments: its rank in the group, by default rank 0 of the world's."""
+    found = groups.rank_in(group, name, arguments.pop(name, None), arguments.pop(f"group_{name}", None))
+    return dist.get_group_rank(group, 0) if found is None else found
 
 
-def _list_of_root(group: dist.ProcessGroup, root: int, tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
-    """The list that the root alone brings, one tensor per rank; empty elsewhere."""
-    expected = group.size() if group.rank() == root else 0
-    if len(tensors or ()) != expected:
-        got = "none" if tensors is None else f"{len(tensors)} tensors"
-        raise CollectiveError(f"{name}: expected {expected} tensors on this rank, got {got}")
-    return list(tensors or ())
-
-
-def _only(arguments: Arguments, *names: str) -> Arguments:
-    return {name: arguments[name] for name in names if name in arguments}
-
-
-_REWRITES: dict[str, Callable[[Arguments], _Call]] = {
+_AS_IS = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
+    *("all_to_all_single", "broadcast", "reduce_scatter_single", "reduce_scatter_tensor"),
+)
+_CALLS: dict[str, Callable[[Arguments], _Call]] = {
+    **{name: partial(_as_is, verb=getattr(verbs, name)) for name in _AS_IS},
     "gather": partial(_rooted, listed="gather_list", root="dst"),
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -144,12 +131,11 @@ _REWRITES: dict[str, Callable[[Arguments], _Call]] = {
 
 def _name_of(func: Callable[..., Any]) -> str:
     """The collective's name; aliases of one function have one name."""
-    for name in (*_VERBS, *_REWRITES):
-        if func is getattr(dist, name, None) or func is _VERBS.get(name):
+    for name in _CALLS:
+        if func is getattr(dist, name, None) or func is getattr(verbs, name, None):
             return name
-    works = ", ".join(sorted((*_VERBS, *_REWRITES)))
     raise CollectiveError(
-        f"auto_quantize wraps the collectives of torch.distributed that move tensors ({works}) "
+        f"auto_quantize wraps the collectives of torch.distributed that move tensors ({', '.join(sorted(_CALLS))}) "
         f"and thinwire's own; got {getattr(func, '__name__', func)!r}"
     )
 
@@ -165,15 +151,9 @@ class _AutoQuantized:
         update_wrapper(self, func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
-        arguments = self._bind(args, kwargs)
-        rewrite = _REWRITES.get(self._name)
-        if rewrite is not None:
-            verb, arguments, outputs = rewrite(arguments)
-        else:
-            first = next(iter(arguments.values()))
-            verb, outputs = _VERBS[self._name], [first] if isinstance(first, Tensor) else list(first)
-        algorithm = _algorithm(verb, arguments, self._codec, outputs)
-        work = verb(**arguments | {"algorithm": algorithm}, codec=self._codec)
+        verb, arguments, outputs = _CALLS[self._name](self._bind(args, kwargs))
+        arguments["algorithm"] = _algorithm(verb, arguments, self._codec, outputs)
+        work = verb(**arguments, codec=self._codec)
         if self._quant_loss is None:
             return work
         if work is None:
@@ -205,7 +185,7 @@ def _algorithm(verb: Verb, arguments: Arguments, codec: Codec, outputs: Sequence
         raise CollectiveError("algorithm='plain' sends nothing through a codec: call it without auto_quantize")
     if asked != "auto":
         return asked
-    if verb not in _REDUCES:
+    if verb not in (verbs.all_reduce, verbs.all_reduce_coalesced):
         return "compressed"
     shape = outputs[0].shape if len(outputs) == 1 else (sum(output.numel() for output in outputs),)
     return flat_algorithm("auto", [codec.pick(shape=shape)], groups.resolve(arguments.get("group")).size())

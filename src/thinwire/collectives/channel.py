@@ -24,12 +24,11 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.groups import Group
 from thinwire.collectives.peers import CallSite, Failures, Handshake, Lengths
-from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, refuse, run_on_stream, serve
+from thinwire.collectives.pipeline import Operation, Pipeline, ScratchRing, broken, refuse, serve
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.programs import Program, copying
+from thinwire.collectives.programs import CallerWorkspace, Program, StreamWorkspace, Workspace, copying, run_on_stream
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.work import StreamWork, Work, done_future
-from thinwire.collectives.workspaces import CallerWorkspace, StreamWorkspace, Workspace
 from thinwire.errors import CollectiveError, PeerError
 
 _GRACE_S = 0.5  # how long the end of the process waits for pipelines to end by themselves
@@ -93,18 +92,36 @@ class Channel:
     def failure(self) -> str | None:
         return self._failed or self._pipeline.failure or self.failures.over
 
-    def compare(self, site: CallSite, lengths: Lengths | None) -> int:
-        """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
+    def issue(
+        self,
+        planned: CallPlan | str,
+        *,
+        outputs: Sequence[Tensor] = (),
+        step: int | None = None,
+        async_op: bool = False,
+        lengths: Lengths | None = None,
+        anew: bool = False,
+    ) -> IssuedCall:
+        """Count a call, given by its plan or its description. Compare the first of its kind with the other ranks'.
 
-        All ranks forget at the same call: they count descriptions as they compare them, however each spells its calls.
-        Returns the most elements that one rank sends, where there are `lengths`.
+        `anew`: compare it in any case. If there have been very many kinds of calls, all are forgotten, and compared
+        again. All ranks forget at the same call: they count descriptions, however each spells its calls.
         """
-        found = self.handshake.check(site, lengths)
-        if len(self.plans) >= MOST_KINDS:
-            self.plans.clear()
-            self.known.clear()
-        self.plans.setdefault(site.text, None)
-        return found
+        plan = CallPlan(planned) if isinstance(planned, str) else planned
+        with self.lock:
+            if self.failure is not None:
+                raise broken(self.failure)
+            known = plan.text in self.plans and not anew
+            self.calls += 1  # all ranks make their calls in the same order
+            site = CallSite(self.calls, plan.text, known)
+        most_sent = 0
+        if not known or self.handshake.every_call:
+            most_sent = self.handshake.check(site, lengths)
+            if len(self.plans) >= MOST_KINDS:
+                self.plans.clear()
+                self.known.clear()
+            self.plans.setdefault(plan.text, None)
+        return IssuedCall(self, site, plan, outputs, step, async_op, most_sent)
 
     def submit(self, operation: Operation, call: IssuedCall) -> Work | None:
         """Queue the operation of a call in the group's pipeline; return its work, or wait for it.

@@ -40,12 +40,10 @@ class Reduction(NamedTuple):
 def reduction(op: Any) -> Reduction:
     if op == SUM or op == dist.ReduceOp.AVG:
         return Reduction("sum" if op == SUM else "avg")
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return _premul(op)
-    raise CollectiveError(f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others")
-
-
-def _premul(op: Any) -> Reduction:
+    if op != dist.ReduceOp.PREMUL_SUM:
+        raise CollectiveError(
+            f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others"
+        )
     factor = op.__getstate__()[1] if hasattr(op, "__getstate__") else None
     if isinstance(factor, Tensor) and factor.numel() == 1:
         factor = factor.item()
@@ -60,12 +58,10 @@ def codec_named(spec: str) -> Codec:
     return registry.codec(spec)
 
 
-def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
-    return _parsed(spec).pick(shape=shape)
-
-
-def _parsed(spec: str | Codec) -> Codec:
-    return codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
+def codec_for(spec: str | Codec, shape: Sequence[int] | None) -> Codec:
+    """The codec that a call names or, given a shape, the one that serves tensors of it."""
+    found = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
+    return found if shape is None else found.pick(shape=shape)
 
 
 def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec | str, ...]:
@@ -78,7 +74,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
         if not isinstance(spec, str | Codec):
             raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
         try:
-            found.append(_parsed(spec) if shape is None else codec_for(spec, shape))
+            found.append(codec_for(spec, shape))
         except CodecError:
             found.append(str(spec))
     return tuple(found)

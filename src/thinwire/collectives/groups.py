@@ -53,6 +53,16 @@ def resolve(group: object) -> dist.ProcessGroup:
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
+def rank_in(group: dist.ProcessGroup, what: str, rank: int | None, group_rank: int | None) -> int | None:
+    """The rank in the group of a rank that was named by its rank in the world or in the group; None if by neither."""
+    if rank is not None and group_rank is not None:
+        raise CollectiveError(f"{what}: expected one rank, got {rank} in the world and {group_rank} in the group")
+    found = group_rank if rank is None else dist.get_group_rank(group, rank)
+    if found is not None and not 0 <= found < group.size():  # torch accepts any rank of the world
+        raise CollectiveError(f"{what}: the rank in the group must be 0..{group.size() - 1}, got {found}")
+    return found
+
+
 def mesh_of_nodes(group: Group) -> DeviceMesh | None:
     """`group` itself if it is a mesh of two dimensions: nodes, and the ranks inside each."""
     # torch.compile cannot trace isinstance(ProcessGroup, DeviceMesh), so groups are ruled out first.

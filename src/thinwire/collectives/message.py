@@ -14,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
 from thinwire.collectives import operations
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import Channel, IssuedCall, bounded, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
-from thinwire.collectives.chunks import Flat
+from thinwire.collectives.chunks import Flat, Lane, LaneSpec
 from thinwire.collectives.groups import Group
-from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sent_bytes, sum_plan
+from thinwire.collectives.plan import CallPlan, flat_lane, rows_plan, sum_plan
 from thinwire.collectives.sums import check_order, flat_algorithm
 from thinwire.collectives.work import Work
 from thinwire.feedback import Carry
@@ -53,17 +51,16 @@ class _LaneMessage:
         self, channel: Channel, text: str, lanes: Sequence[LaneSpec], scale: float | None, plan: Callable[..., CallPlan]
     ) -> None:
         self.channel = channel
-        self.text = text
         key = text, tuple(lanes), scale
         if key not in channel.known:
             bounded(channel.known)[key] = plan(text, lanes, scale=scale)
-        self._plan = channel.known[key]
-        self.program: Any = self._plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
+        self.plan = channel.known[key]
+        self.program: Any = self.plan.program  # on a stream of a GPU: what runs it unless lanes have hooks, or None
 
     @functools.cached_property
     def wire_bytes(self) -> int:
         """Bytes of the wires of all lanes, uncut; of one row; of several nodes those that cross between them."""
-        lanes = self._plan.lanes
+        lanes = self.plan.lanes
         if self.channel.transport.world > 1:
             lanes = [lane if lane.across is None else lane._replace(codec=lane.across[0]) for lane in lanes]
         return sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes)
@@ -71,7 +68,7 @@ class _LaneMessage:
     @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
-        return sent_bytes(self._plan, self.channel.world)
+        return self.plan.sent_bytes(self.channel.world)
 
 
 def _loaded(plan: CallPlan, flats: Iterable[Flat], hooks: Hooks) -> list[Lane]:
@@ -129,8 +126,8 @@ class SumMessage(_LaneMessage):
 
         `copies`: at the end tensor = numbers for these (tensor, numbers).
         """
-        call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step, async_op=True)
-        lanes = _loaded(self._plan, map(Flat, tensors_L), hooks)
+        call = self.channel.issue(self.plan, outputs=outputs, step=step, async_op=True)
+        lanes = _loaded(self.plan, map(Flat, tensors_L), hooks)
         operation = operations.AllReduce(call, lanes, hooks.on_finite, meter)
         operation.copies = copies
         work = self.channel.submit(operation, call)
@@ -179,13 +176,13 @@ class RowMessage(_LaneMessage):
         if self.program is not None and hooks is None:
             self.launch(self.program, (*outputs, *inputs), step, note)
         else:
-            call = issue_call(self.channel, self.text, self._plan, outputs=outputs, step=step)
+            call = self.channel.issue(self.plan, outputs=outputs, step=step)
             self.channel.submit(row_operation(call, outputs, inputs, hooks), call)
 
     def launch(self, program: Any, tensors: Sequence[Tensor], step: int | None, note: Bad | None) -> None:
         """Run a program of this message on outputs and as many inputs."""
         written = len(tensors) // 2
-        call = issue_call(self.channel, self.text, self._plan, outputs=tensors[:written], step=step)
+        call = self.channel.issue(self.plan, outputs=tensors[:written], step=step)
         program = program if note is None else functools.partial(program, bad=note)
         self.channel.launch(program, [tensor.detach() for tensor in tensors], call, written=written)
 

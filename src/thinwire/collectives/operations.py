@@ -17,6 +17,8 @@ from thinwire.collectives.chunks import (
     NOTE_BYTES,
     Chunking,
     Flat,
+    Key,
+    Lane,
     Scratch,
     Span,
     aligned,
@@ -24,7 +26,6 @@ from thinwire.collectives.chunks import (
     shards,
     wire_sizes,
 )
-from thinwire.collectives.lane import Key, Lane
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.programs import job_of
 from thinwire.collectives.sums import after

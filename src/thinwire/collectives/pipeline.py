@@ -29,7 +29,6 @@ from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
 from thinwire.collectives.peers import CallSite, Failures
 from thinwire.collectives.transport import Moving, Stages
 from thinwire.collectives.work import Work, serving
-from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
 
@@ -82,17 +81,6 @@ class Operation:
         self.groups = ()  # the error's traceback holds the operation, which would hold the group
         if not self.work.is_completed():
             self.work.failed(error)
-
-
-def run_on_stream(operation: Operation, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
-    """An operation as a program, for GPU calls that have no program: its chunks run in order on the stream."""
-    nbytes = operation.chunk_bytes
-    buffer = space.reserve(nbytes)[:nbytes] if nbytes else space.buffer[:0]  # what needs none waits for no other stream
-    with torch.inference_mode():  # outputs may be inference tensors
-        for index in range(operation.num_chunks):
-            for awaited in operation.chunk(index, Scratch(buffer)):
-                awaited.wait()  # the stream waits, not the host
-        operation.finish()
 
 
 class ScratchRing:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
-from thinwire.collectives.chunks import NOTE_BYTES, Chunking, Span, aligned
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import NOTE_BYTES, Chunking, LaneSpec, Span, aligned
+from thinwire.collectives.cost import Choose
 from thinwire.collectives.programs import Program
 from thinwire.collectives.sums import SumProgram, check_order
 from thinwire.collectives.transport import Transport
@@ -88,8 +88,12 @@ class CallPlan:
     source: int | None = None  # of a broadcast
     even: Callable[[int], Program] | None = None  # of an exchange: the program for parts of so many elements each
 
-
-Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
+    def sent_bytes(self, world: int) -> int:
+        """Bytes of wires that this rank hands to the transport; of a gather or scatter a row to every other rank."""
+        if self.sum is not None:
+            return self.sum.sent_bytes
+        spans = [(lane, lane.chunking.span(i).numel) for lane in self.lanes for i in range(lane.chunking.num_chunks)]
+        return (world - 1) * sum(lane.codec.wire_bytes(numel, lane.encoded) for lane, numel in spans)
 
 
 def sum_plan(
@@ -118,14 +122,6 @@ def sum_plan(
 def flat_lane(spec: LaneSpec, dtype: torch.dtype) -> LaneSpec:
     """A lane of numbers of `dtype`, summed on one group: a rank adds its own numbers without rounding them."""
     return spec._replace(dtype=dtype, exact_local=not isinstance(spec.codec, Identity))
-
-
-def sent_bytes(plan: CallPlan, world: int) -> int:
-    """Bytes of wires that this rank hands to the transport; of a gather or scatter a row to every other rank."""
-    if plan.sum is not None:
-        return plan.sum.sent_bytes
-    spans = [(lane, lane.chunking.span(i).numel) for lane in plan.lanes for i in range(lane.chunking.num_chunks)]
-    return (world - 1) * sum(lane.codec.wire_bytes(numel, lane.encoded) for lane, numel in spans)
 
 
 def _chunked(lane: LaneSpec, wire: int, links: Sequence[Transport], shards: int = 1, held: int = 2) -> LaneSpec:
@@ -221,7 +217,11 @@ def plan_call(
     flat = to_choose_from(codecs) if is_sum else ("plain", "compressed")
     algorithm = _algorithm(key, codecs, numel, flat if mesh is None else ("plain", "hierarchical"), choose)
     if algorithm == "plain":
-        _check_torch_takes(key.dtype, links)
+        if key.dtype not in _GLOO_DTYPES and not links[0].on_stream:  # torch would fail halfway, and lose the group
+            known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
+            raise CollectiveError(
+                f"gloo takes {known}, got {key.dtype}: convert the tensor, or copy its view(torch.uint8)"
+            )
         return plain
     across = None if mesh is None else (codecs[-1], codecs[-1])
     lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
@@ -277,13 +277,6 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
         return plan
     even = functools.lru_cache(maxsize=1024)(functools.partial(programs.exchange_program, link, lane))
     return replace(plan, program=functools.partial(programs.exchange_uneven, link, lane.codec), even=even)
-
-
-def _check_torch_takes(dtype: torch.dtype, links: Sequence[Transport]) -> None:
-    """Raise for a dtype at which torch's own verb would fail in the middle of the call, and lose the group."""
-    if dtype not in _GLOO_DTYPES and not all(link.on_stream for link in links):
-        known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
-        raise CollectiveError(f"gloo takes {known}, got {dtype}: convert the tensor, or copy its view(torch.uint8)")
 
 
 def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Sequence[str], choose: Choose) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, groups
 from thinwire.collectives.channel import Channel, channel_of
-from thinwire.collectives.lane import Key
+from thinwire.collectives.chunks import Key
 from thinwire.collectives.peers import CallSite
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.transport import LostRankError, Messages, Moving, pair_tag
@@ -54,7 +54,7 @@ def isend(
     Example: thinwire.isend(activations, dst=1).wait()
     """
     members = groups.resolve(group)
-    peer = _peer("isend", members, dst, group_dst)
+    peer = groups.rank_in(members, "isend", dst, group_dst)
     if peer is None:
         raise CollectiveError("isend: expected dst or group_dst, got neither")
     return start_transfers([P2PRequest(True, tensor, peer, tag, codec, step)], members)[0]
@@ -76,7 +76,7 @@ def irecv(
     Example: thinwire.irecv(activations, src=0).wait()
     """
     members = groups.resolve(group)
-    peer = _peer("irecv", members, src, group_src)
+    peer = groups.rank_in(members, "irecv", src, group_src)
     return start_transfers([P2PRequest(False, tensor, peer, tag, codec, step)], members)[0]
 
 
@@ -131,13 +131,6 @@ def batch_isend_irecv(
         raise CollectiveError("batch_isend_irecv: expected messages of one group, got several: make a batch for each")
     requests = [P2PRequest(op.op is dist.isend, op.tensor, op.group_peer, op.tag, codec, step) for op in ops]
     return start_transfers(requests, groups.resolve(ops[0].group))
-
-
-def _peer(verb: str, group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int | None:
-    """The other rank, by its rank in the group; None where none was named."""
-    if rank is not None and group_rank is not None:
-        raise CollectiveError(f"{verb}: expected one rank, got {rank} in the world and {group_rank} in the group")
-    return group_rank if rank is None else dist.get_group_rank(group, rank)
 
 
 def start_transfers(requests: Sequence[P2PRequest], members: dist.ProcessGroup) -> list[Work]:

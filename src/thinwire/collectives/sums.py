@@ -23,11 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks
 from thinwire.collectives.checks import check_recodes
-from thinwire.collectives.chunks import Scratch, Span, aligned
-from thinwire.collectives.lane import Key, Lane, LaneSpec
-from thinwire.collectives.programs import job_of
+from thinwire.collectives.chunks import Key, Lane, LaneSpec, Scratch, Span, aligned
+from thinwire.collectives.programs import Workspace, job_of
 from thinwire.collectives.transport import Moving, Stages, Transport
-from thinwire.collectives.workspaces import Workspace
 from thinwire.errors import CollectiveError
 from thinwire.kernels import hashing, reference, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory, Picked, Watch
@@ -103,7 +101,9 @@ class SumChunk:
         pairs = list(zip(lanes, shapes, strict=True))
         sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
         self.stride = stride = sum(sizes)
-        self._starts = _ascending(sizes)
+        order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the longest last: only what a shard fills is sent
+        starts = dict(zip(order, itertools.accumulate([0, *(sizes[i] for i in order)]), strict=False))
+        self._starts = [starts[i] for i in range(len(sizes))]  # of lanes in a row
         self._matrix = link.world * self.stride
         self.kernels = [SumKernels(*pair, link, scale, stride, two_phase=two_phase, fused=fused) for pair in pairs]
         self._local_sizes = [lane.job.layout(lane.row).nbytes for lane in self.kernels]
@@ -194,13 +194,6 @@ class SumChunk:
             return self.stride
         filled = [(start, lane.job) for start, lane in zip(self._starts, self.kernels, strict=True)]
         return max((start + job.layout(row).nbytes for start, job in filled if row <= job.rows.short), default=0)
-
-
-def _ascending(sizes: Sequence[int]) -> list[int]:
-    """Where lanes start in a row: the longest comes last, since only the part of a row that its shard fills is sent."""
-    order = sorted(range(len(sizes)), key=sizes.__getitem__)
-    starts = dict(zip(order, itertools.accumulate([0, *(sizes[i] for i in order)]), strict=False))
-    return [starts[i] for i in range(len(sizes))]
 
 
 def _nbytes(floats: Sequence[tuple[int, torch.dtype]]) -> int:
@@ -353,7 +346,7 @@ class SumProgram:
                 if memories is not None:
                     pieces = [memory and memory.part(*span) for memory, span in self.parts(index, memories)]
             noted = None if bad is None else bad._replace(call=bad.call + index)
-            steps = [mixed ^ (i << 48 | index << 16) for i in some]  # as lane.Key mixes them
+            steps = [mixed ^ (i << 48 | index << 16) for i in some]  # as Key mixes them
             for _ in chunk.stages(space.views(chunk), parts, steps, tags, pieces, noted):
                 pass  # the stream waits
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import IssuedCall, channel_of
 from thinwire.collectives.checks import SUM, Reduction
 from thinwire.collectives.groups import group_all_gather, group_all_to_all, group_reduce_scatter
@@ -39,7 +38,7 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
     text = f"average({tensor.numel()} of {tensor.dtype})"
-    call = issue_call(channel_of(group, tensor.device), text, outputs=[tensor], async_op=True)
+    call = channel_of(group, tensor.device).issue(text, outputs=[tensor], async_op=True)
     tensor.mul_(1.0 / group.size())
     work = all_reduce(call, [tensor])
     assert work is not None
@@ -58,9 +57,7 @@ def agree(
 
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """Combine every rank's tensor by `op`, in place."""
-    call = issue_call(
-        channel_of(group, tensor.device), f"{what}({op.name.lower()}, {tensor.numel()} of {tensor.dtype})"
-    )
+    call = channel_of(group, tensor.device).issue(f"{what}({op.name.lower()}, {tensor.numel()} of {tensor.dtype})")
     options = dist.AllreduceOptions()
     options.reduceOp = op
     wait(group.allreduce([tensor], options), call)
@@ -68,7 +65,7 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """Gather every rank's tensor, all of one size, into `parts` on the group's first rank; others pass no parts."""
-    call = issue_call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
+    call = channel_of(group, tensor.device).issue(f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
     wait(work, call)
 

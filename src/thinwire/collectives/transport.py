@@ -5,7 +5,7 @@ place in the group's order of collectives: it cannot be mixed up with what the u
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
 On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog
-sees them; calls that have no program go in grouped messages.
+sees them; calls without a program go in grouped messages.
 
 [Note: Checksums] On gloo, THINWIRE_CHECKSUM=1 and THINWIRE_DEBUG=1 send a CRC-32 of every piece after a message: a
 bit that flips on the way is an error that names the sender.
@@ -170,7 +170,7 @@ class Transport:
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         """Start receiving a message from whichever rank sends one with this tag."""
-        raise CollectiveError("NCCL cannot receive from any source: pass src or group_src")
+        raise CollectiveError("only gloo on the CPU can receive from any source: pass src or group_src")
 
     def all_gather_rows(self, rows: Sequence[Tensor], tag: int) -> Moving:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
@@ -198,13 +198,12 @@ def checksums_of(part: Tensor) -> Tensor:
 
 def _compare_checksums(part: Tensor, sums: Tensor, sender: str) -> None:
     """Raise unless a message has the checksums that came with it."""
-    wrong = (checksums_of(part) != sums).nonzero().flatten().tolist()
-    if wrong:
-        total = part.nbytes
-        begin = wrong[0] * _PIECE
+    wrong = (checksums_of(part) != sums).nonzero()
+    if wrong.numel():
+        begin = int(wrong[0]) * _PIECE
         raise WireError(
-            f"a message of {total} bytes from {sender} was damaged in transit: bytes {begin} to "
-            f"{min(begin + _PIECE, total)} do not have their checksum; check that rank's memory and network"
+            f"a message of {part.nbytes} bytes from {sender} was damaged in transit: bytes {begin} to "
+            f"{min(begin + _PIECE, part.nbytes)} do not have their checksum; check that rank's memory and network"
         )
 
 
@@ -333,8 +332,7 @@ class StagedTransport(PairTransport):
             works[at] = Arrival((works[at],), functools.partial(part.copy_, host))
         return works
 
-    def recv_any_source(self, part: Tensor, tag: int) -> Moving:
-        raise CollectiveError("gloo receives from any source on the CPU only: pass src or group_src")
+    recv_any_source = Transport.recv_any_source  # refused
 
 
 def hops(world: int) -> list[int]:
@@ -420,8 +418,8 @@ class StreamTransport(Transport):
 
     def agree(self, values: Sequence[int]) -> list[int]:
         most = torch.tensor(values, device=self.device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         self._await(self.group.allreduce([most], options))
         found: list[int] = most.tolist()
         return found

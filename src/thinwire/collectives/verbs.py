@@ -2,31 +2,105 @@
 
 A verb issues its call, which finds or makes its plan, and carries the plan out (`_call`): as a program on a GPU's
 stream, by torch's own verb (torch_verbs.py), or as an operation in the group's pipeline (operations.py).
+
+[Note: Known calls] A small call takes so little time that some tens of microseconds of Python can be seen. So a call
+like an earlier one is found by its raw arguments, before anything is checked or compared.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, cost, groups, measuring, operations, torch_verbs
-from thinwire.collectives.call import Arguments, issue_call, issue_known, issue_planned, remember
-from thinwire.collectives.channel import Channel, IssuedCall, channel_of, known_channel
+from thinwire.collectives import checks, cost, groups, operations, torch_verbs
+from thinwire.collectives.channel import Channel, IssuedCall, bounded, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
-from thinwire.collectives.chunks import Flat
-from thinwire.collectives.cost import Choice
+from thinwire.collectives.chunks import Flat, Lane, LaneSpec
+from thinwire.collectives.cost import Choice, Trial
 from thinwire.collectives.groups import Group
-from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.message import Hooks, RowMessage, row_operation
+from thinwire.collectives.peers import Lengths
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, to_choose_from
+from thinwire.collectives.plan import PlanKey, SumAlgorithm, VerbAlgorithm, plan_call, to_choose_from
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 from thinwire.feedback import RowCopy, RowFeedback
+
+_PLAIN = (Tensor, nn.Parameter)
+_SHAPE = operator.attrgetter("shape")
+
+
+class Arguments(NamedTuple):
+    """What a verb was called with, as its caller gave it."""
+
+    verb: str
+    tensors: Sequence[Tensor]
+    group: Group
+    codec: Any
+    algorithm: str
+    how: tuple[Any, ...] = ()  # the op of a sum, or the two names of a broadcast's source
+
+
+def issue_known(given: Arguments, step: int | None) -> IssuedCall | None:
+    """Issue a call like one remembered for these arguments; None if there is none. See [Note: Known calls]."""
+    verb, tensors, group, codec, algorithm, how = given
+    members: Any = dist.group.WORLD if group is None else group
+    try:
+        channel = known_channel(members, tensors[0].device)
+        kind = verb, codec, algorithm, how, tensors[0].dtype, *map(_SHAPE, tensors)
+        plan = None if channel is None else channel.known.get(kind)
+    except (TypeError, AttributeError, IndexError):  # wrong arguments: the checks raise for them
+        return None
+    if channel is None or plan is None:
+        return None
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.dtype != tensors[0].dtype or tensor.device != channel.device:
+            return None
+        if tensor.requires_grad or not tensor.is_contiguous():
+            return None
+    if step is not None:
+        checks.check_step(step)  # before the call counts
+    return channel.issue(plan, step=step)
+
+
+def remember(call: IssuedCall, given: Arguments) -> None:
+    """From now on `issue_known` finds the plan of calls like this one, unless all calls are compared."""
+    channel = call.channel
+    verb, tensors, _, codec, algorithm, how = given
+    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
+        return
+    if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
+        bounded(channel.known)[verb, codec, algorithm, how, tensors[0].dtype, *map(_SHAPE, tensors)] = call.plan
+
+
+def issue_planned(
+    channel: Channel,
+    key: PlanKey,
+    step: int | None,
+    trial: Trial,
+    lengths: Lengths | None = None,
+    mesh: DeviceMesh | None = None,
+) -> IssuedCall:
+    """Issue a call with its plan: compared and decided the first time, looked up afterwards.
+
+    `trial`: what is timed where the fastest algorithm is asked for. Ranks may measure together to decide; if one fails,
+    the others raise its error too. `mesh`: of nodes, for a sum.
+    """
+    text = str(key)
+    plan = channel.plans.get(text)
+    call = channel.issue(plan or text, step=step, lengths=lengths, anew=plan is None)
+    if plan is not None:
+        return call
+    choose = cost.fastest(channel, key.kind, key.dtype, call.most_sent or key.numel(channel.world), trial)
+    decide = functools.partial(plan_call, key, channel.transports, mesh, call.most_sent, choose)
+    call.plan = channel.plans[text] = channel.failures.guard(call.site, decide)
+    return call
 
 
 def _call(
@@ -66,7 +140,10 @@ def _first_call(verb: Callable[..., Any], given: Arguments, step: int | None) ->
     key = PlanKey(name, lengths if is_sum else lengths[-1:], parts[0].dtype, codecs, algorithm)
     trial: Callable[..., Any] = functools.partial(all_reduce if is_sum else verb, group=group)
     if verb is broadcast:
-        key = key._replace(source=_source(channel, *how))
+        source = groups.rank_in(channel.transport.group, name, *how)
+        if source is None:
+            raise CollectiveError("broadcast: expected src or group_src, got neither")
+        key = key._replace(source=source)
         trial = functools.partial(broadcast, group=group, group_src=0)
     elif how:
         key = key._replace(reduction=checks.reduction(*how))
@@ -278,17 +355,6 @@ def _broadcast(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     return operations.Broadcast(call, Lane(call.plan.lanes[0], Flat(parts)))
 
 
-def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
-    group = channel.transport.group
-    if (src is None) == (group_src is None):
-        raise CollectiveError(f"broadcast needs either src or group_src, got src={src} and group_src={group_src}")
-    source = dist.get_group_rank(group, src) if src is not None else group_src
-    assert source is not None
-    if not 0 <= source < channel.transport.world:
-        raise CollectiveError(f"broadcast: group_src must be 0..{channel.transport.world - 1}, got {source}")
-    return source
-
-
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -431,7 +497,7 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     channel = known_channel(members, part.device)
     measured = cost.Measured() if channel is None else channel.measured
     curve = cost.CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
-    return cost.explained(measured, curve, part.numel(), members.size())
+    return cost.choice(measured, curve, part.numel(), members.size())
 
 
 def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
@@ -445,8 +511,8 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
-        issue_call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
+        channel.issue(str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
         trial = functools.partial(all_reduce, group=members)
-        choose = measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial)
+        choose = cost.fastest(channel, "all_reduce", part.dtype, part.numel(), trial)
         choose(codecs, to_choose_from(codecs))
     return explain(tensor, members, codec=codec)

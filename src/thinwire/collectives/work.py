@@ -281,11 +281,9 @@ class MessageWork(TorchWork):
     def get_future(self) -> Futures[list[Tensor]]:
         if self._place.type != "cuda":
             return self._waiting()  # gloo's messages have no futures
-        future: Futures[list[Tensor]] = Futures(devices=[self._place])
         with torch.cuda.stream(torch.cuda.Stream(self._place)):  # the caller's does not wait
             self.wait()
-            future.set_result(self._outputs)
-        return future
+            return done_future(self._outputs, self._place)
 
     def source_rank(self) -> int:
         """The rank, in the group, that a message came from."""

@@ -27,7 +27,6 @@ from thinwire.collectives import (
     broadcast,
     reduce_scatter_tensor,
 )
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, close
 from thinwire.collectives.groups import backend
 from thinwire.collectives.point_to_point import P2PRequest, start_transfers
@@ -116,7 +115,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
         torch_internals.adopt(self, inner)
         torch_internals.enter_ranks(inner, world_ranks)
         try:  # before any data moves
-            issue_call(channel_of(inner, torch.device("cpu")), f"a group with the rules {rules}", anew=True)
+            channel_of(inner, torch.device("cpu")).issue(f"a group with the rules {rules}", anew=True)
         except BaseException:
             torch_internals.leave_ranks(inner)
             raise

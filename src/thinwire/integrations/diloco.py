@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from thinwire import schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, groups, torch_verbs
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
@@ -191,7 +190,7 @@ class DiLoCo(Handle):
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
-        issue_call(channel_of(self._group, self._device), f"DiLoCo({model}, {timing}, {how})", anew=True)
+        channel_of(self._group, self._device).issue(f"DiLoCo({model}, {timing}, {how})", anew=True)
         for fragment in self._fragments:
             broadcast(fragment.values, group=self._group, group_src=0, algorithm="plain")
             fragment.put(fragment.values)

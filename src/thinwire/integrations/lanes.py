@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.collectives.message import SumMessage
-from thinwire.collectives.workspaces import Workspace
+from thinwire.collectives.programs import Workspace
 from thinwire.feedback import Piece
 from thinwire.integrations.choice.moments import Undo
 from thinwire.integrations.models import PADDING

@@ -15,9 +15,8 @@ from torch.autograd import Variable
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.collectives.message import Hooks, SumMessage
 from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
@@ -97,7 +96,7 @@ class GradientSync:
         if group is not self.group:
             self.group = group
             self._buckets.clear()
-            issue_call(channel_of(group, device), f"gradients(from step {step}, {self.chooser.agreed})", anew=True)
+            channel_of(group, device).issue(f"gradients(from step {step}, {self.chooser.agreed})", anew=True)
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.tally.errors_by_name()
@@ -131,7 +130,7 @@ class GradientSync:
         self.tally.sent(message.sent_bytes, bucket.plain_bytes)
         if program is not None and not self.chooser.measuring:
             program.weigh = gradients.weigh
-            call = issue_call(message.channel, message.text, step=self._step, async_op=True)
+            call = message.channel.issue(message.plan, step=self._step, async_op=True)
             return message.channel.launch(program, (gradients.buffer,), call, result=output)  # type: ignore[no-any-return]
         undo = gradients.weigh and gradients.weigh()
         tensors, copies = lanes.load(bucket.lanes, gradients.buffer)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, registry
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import LaneSpec
 from thinwire.errors import CollectiveError
 from thinwire.feedback import KINDS
 from thinwire.integrations.choice import auto

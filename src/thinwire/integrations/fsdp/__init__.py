@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice import Chooser, bits_of, leaves
@@ -302,7 +301,7 @@ def compress_fsdp(
     state = FSDPState(groups, asked, within, gathered)
     agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
     for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
-        issue_call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
+        channel.issue(f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
     narrow = gathered != EXACT and bits_of(gathered) < _NARROW
     state._install(Rules(asked.exempt, None), replica, narrow=narrow)
     state._model = model

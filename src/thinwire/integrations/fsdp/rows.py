@@ -24,15 +24,13 @@ from torch import Tensor
 
 from thinwire import exact, feedback
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.call import issue_call
 from thinwire.collectives.channel import IssuedCall, bounded, channel_of
-from thinwire.collectives.chunks import Flat, Scratch
-from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.chunks import Flat, LaneSpec, Scratch
 from thinwire.collectives.message import Hooks, RowMessage
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.programs import Workspace
 from thinwire.collectives.transport import Stages
-from thinwire.collectives.workspaces import Workspace
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import EXACT, Rules, Weights
@@ -255,7 +253,7 @@ class Gatherer:
             return None
         text = f"gather({len(self._pieces)} pieces of {self._width} {EXACT}; {str(input.dtype).removeprefix('torch.')})"
         plan = CallPlan(text, [LaneSpec(self._width, Identity(), Identity())])
-        call = issue_call(channel_of(group, input.device), text, plan, outputs=[kept], step=self.sent)
+        call = channel_of(group, input.device).issue(plan, outputs=[kept], step=self.sent)
         operation = ExactGather(call, input, kept, self._pieces)
         call.channel.submit(operation, call)
         output.copy_(kept)
