@@ -7,7 +7,7 @@ bf16 autocast (FSDP2: bf16 weights, fp32 gradients) and AdamW, on NCCL where the
 a model of its own; arms take turns of a few steps, as training loops do without waiting for the GPU in between, and a
 row holds the median over rounds of the slowest rank's time per step.
 `--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. `--bucket-mb` sets the
-size of DDP's buckets.
+size of DDP's buckets. With `--own-group` FSDP2 reduces gradients in a process group of its own (torch 2.15).
 """
 
 import argparse
@@ -116,7 +116,7 @@ def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], bucket_mb: floa
     return _step(model, optimizer, batch, torch.autocast(device.type, torch.bfloat16))
 
 
-def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
+def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: bool = False) -> Step:
     """A step of FSDP2; `arm` is `gradients/weights`."""
     torch.manual_seed(0)
     device = batch[0].device
@@ -125,6 +125,8 @@ def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if own_group:
+        model.set_separate_reduce_scatter_group()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
     if arm != PLAIN:
         gradients, _, weights = arm.partition("/")
@@ -211,6 +213,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 **dict.fromkeys(("bytes_per_rank", "bytes_formula", "wire_limit_share", "cpu_ms_per_rank")),
                 **dict.fromkeys(("rel_error", "identical")),
                 "bucket_mb": options.bucket_mb,  # None is torch's default
+                "own_group": options.own_group,
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
@@ -229,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
     parser.add_argument("--bucket-mb", type=float, help="DDP(bucket_cap_mb=...), for all arms; else torch's default")
+    parser.add_argument("--own-group", action="store_true", help="reduce FSDP2's gradients in a group of their own")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
     parser.add_argument("--size", choices=SIZES, default="124m")
@@ -254,7 +258,8 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = functools.partial(ddp_step, bucket_mb=options.bucket_mb) if options.parallel == "ddp" else fsdp_step
+    in_buckets = functools.partial(ddp_step, bucket_mb=options.bucket_mb)
+    make = in_buckets if options.parallel == "ddp" else functools.partial(fsdp_step, own_group=options.own_group)
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)

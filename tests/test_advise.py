@@ -424,6 +424,9 @@ def test_losses_of_the_study_are_read() -> None:
     found = verdict.losses_of(of_arms(*({"arm": a, **pairs.Difference(g, h, 5).columns} for a, g, h in arms)), "x")
     assert found["int8"] == Loss(0.0004, pytest.approx(0.002), 5, 25_436_672, "x")
     assert set(found) == {"int8", "lloyd2 + moments"}  # which compress_ddp adds
+    between = {"arm": "lloyd2", "parallel": "diloco", "every": 30, **pairs.Difference(0.01, 0.002, 5).columns}
+    weights = {**between, "arm": "weights:int8", "parallel": "fsdp2", "every": None}
+    assert set(verdict.losses_of(of_arms(between, weights), "x")) == {"lloyd2 every 30"}
 
 
 def test_losses_are_those_of_the_optimizer() -> None:

@@ -131,10 +131,10 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 LINES = {  # at most
     "kernels": 6771,
     "tools.bench": 955,
-    "tools.advise": 816,
+    "tools.advise": 818,
     "tools.report": 281,
     "tools.local": 458,
-    "tools": 4471,
+    "tools": 4473,
     "qat": 2312,
 }
 

@@ -57,7 +57,7 @@ def rows_of(group: Sequence[Found]) -> list[dict[str, Any]]:
         plain = losses[arms.FP32]
         gap = pairs.difference(mine, plain)
         optimizer, _, every = str(first["optimizer"]).partition(runs.DILOCO)
-        parallel = "fsdp" if name.startswith(arms.WEIGHTS) else "diloco" if every else "ddp"
+        parallel = "fsdp2" if name.startswith(arms.WEIGHTS) else "diloco" if every else "ddp"
         found.append(
             {
                 **{column: first[column] for column in GROUP},

@@ -57,15 +57,17 @@ def losses_of(record: Record, source: str, optimizer: str = "adam") -> dict[str,
 def _paired(row: Row, source: str, optimizer: str) -> Iterator[tuple[str, Loss]]:
     """An arm of `thinwire rehearse` or of the loss study: lloyd2, or lloyd4+feedback=classic."""
     arm, _, asked = str(row["arm"]).partition("+feedback=")
-    gap = pairs.Difference.of(row)
-    if gap.half is None or row.get("control") or arm in ("fp32", "none", "null"):
+    gap, parallel = pairs.Difference.of(row), row.get("parallel") or model.DDP
+    if gap.half is None or row.get("control") or arm in ("fp32", "none", "null") or parallel == model.FSDP2:
         return
+    job = TrainingJob(1, 0.0, optimizer=optimizer, parallel=str(parallel))
     try:
-        feedback = asked or Scheme("two_phase", codec(arm)).feedback(TrainingJob(1, 0.0, optimizer=optimizer))
+        feedback = asked or Scheme("two_phase", codec(arm)).feedback(job)
     except CodecError:  # a peer, such as powersgd4
         feedback = "none"
     size = int(column(row, "params")) if row.get("params") else None
-    yield recommend.name(arm, feedback), Loss(gap.gap, gap.half, int(column(row, "seeds")), size, source)
+    loss = Loss(gap.gap, gap.half, int(column(row, "seeds")), size, source)
+    yield recommend.scheme_of({**row, "codec": arm, "feedback": feedback}), loss
 
 
 def trained(row: Row, source: str, optimizer: str = "adam") -> Iterator[tuple[str, Loss]]:
