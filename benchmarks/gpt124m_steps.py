@@ -6,8 +6,9 @@
 bf16 autocast (FSDP2: bf16 weights, fp32 gradients) and AdamW, on NCCL where there is a GPU, else on gloo. Every arm has
 a model of its own; arms take turns of a few steps, as training loops do without waiting for the GPU in between, and a
 row holds the median over rounds of the slowest rank's time per step.
-`--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. `--bucket-mb` sets the
-size of DDP's buckets. With `--own-group` FSDP2 reduces gradients in a process group of its own (torch 2.15).
+`--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. An arm such as
+lloyd4@100 has DDP buckets of 100 MB instead of torch's default. With `--own-group` FSDP2 reduces gradients in a process
+group of its own (torch 2.15).
 """
 
 import argparse
@@ -98,10 +99,17 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], bucket_mb: float | None = None) -> Step:
-    """A step of DDP; `arm` names what its gradients travel in. bucket_mb: None is torch's default."""
+def buckets_of(arm: str) -> tuple[str, float | None]:
+    """What gradients travel in, and the size of DDP's buckets in MB; None is torch's default."""
+    codec, _, bucket_mb = arm.partition("@")
+    return (codec, float(bucket_mb)) if bucket_mb and "/" not in codec else (arm, None)
+
+
+def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
+    """A step of DDP; `arm` names what its gradients travel in."""
     torch.manual_seed(0)
     device = batch[0].device
+    arm, bucket_mb = buckets_of(arm)
     model = DistributedDataParallel(GPT(size).to(device), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
     if arm == BF16 and device.type == "cuda":  # DDP refuses torch's hook of this name on CPU builds
@@ -197,7 +205,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
         found.append(
             {
                 "verb": "ddp_step" if options.parallel == "ddp" else "fsdp_step",
-                "codec": arm,
+                "codec": buckets_of(arm)[0],
                 "algorithm": None,
                 "world": dist.get_world_size(),
                 "nodes": options.hosts or 1,
@@ -212,7 +220,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 "speedup_bf16": median[BF16] / median[arm] if BF16 in median else None,
                 **dict.fromkeys(("bytes_per_rank", "bytes_formula", "wire_limit_share", "cpu_ms_per_rank")),
                 **dict.fromkeys(("rel_error", "identical")),
-                "bucket_mb": options.bucket_mb,  # None is torch's default
+                "bucket_mb": buckets_of(arm)[1],
                 "own_group": options.own_group,
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
@@ -231,7 +239,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parallel", choices=ARMS, default="ddp")
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
-    parser.add_argument("--bucket-mb", type=float, help="DDP(bucket_cap_mb=...), for all arms; else torch's default")
     parser.add_argument("--own-group", action="store_true", help="reduce FSDP2's gradients in a group of their own")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
@@ -258,16 +265,15 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    in_buckets = functools.partial(ddp_step, bucket_mb=options.bucket_mb)
-    make = in_buckets if options.parallel == "ddp" else functools.partial(fsdp_step, own_group=options.own_group)
+    make = ddp_step if options.parallel == "ddp" else functools.partial(fsdp_step, own_group=options.own_group)
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)
     taken = measure(steps, options.rounds, options.turn, device)
     numel = sum(parameter.numel() for parameter in GPT(size).parameters())
     found = rows(options, numel, taken, first)
-    for row in found:
-        show(f"{row['codec']:>14}  {row['ms_p50']:7.1f} ms  {row['speedup_plain'] or 0:.2f} x plain")
+    for arm, row in zip(steps, found, strict=True):
+        show(f"{arm:>14}  {row['ms_p50']:7.1f} ms  {row['speedup_plain'] or 0:.2f} x plain")
     if rank == 0 and options.json:
         record.write(record.Record("collectives", record.conditions(device), found), options.json)
     dist.barrier()
