@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,9 +133,9 @@ def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: boo
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    sharded: Any = fully_shard(model, mp_policy=policy)
     if own_group:
-        model.set_separate_reduce_scatter_group()
+        sharded.set_separate_reduce_scatter_group()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
     if arm != PLAIN:
         gradients, _, weights = arm.partition("/")
