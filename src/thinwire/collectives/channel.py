@@ -249,12 +249,10 @@ class Channel:
 
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
-        thread = threading.Thread(
-            target=serve, args=(self._inbox, self._pipeline, self._is_over), name=name, daemon=True
-        )
-        _threads[thread] = self._inbox, self.transports
-        thread.start()
-        self._thread = thread
+        how = self._inbox, self._pipeline, self._is_over
+        self._thread = threading.Thread(target=serve, args=how, name=name, daemon=True)
+        _threads[self._thread] = self._inbox, self.transports
+        self._thread.start()
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:

@@ -12,20 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thinwire.collectives import chunks
 from thinwire.collectives.channel import IssuedCall
-from thinwire.collectives.chunks import (
-    NOTE_BYTES,
-    Chunking,
-    Flat,
-    Key,
-    Lane,
-    Scratch,
-    Span,
-    aligned,
-    scratch_limit,
-    shards,
-    wire_sizes,
-)
+from thinwire.collectives.chunks import NOTE_BYTES, Chunking, Flat, Key, Lane, Scratch, Span, wire_sizes
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.programs import job_of
 from thinwire.collectives.sums import after
@@ -61,7 +50,7 @@ class AllReduce(Operation):
         if program.waits and not self._link.on_stream:
             self.in_step = True
             self.num_chunks = 1
-            self._each = aligned(self.chunk_bytes)  # of one
+            self._each = chunks.aligned(self.chunk_bytes)  # of one
             self._slots = min(program.count, program.waits + 1)
             self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
@@ -121,8 +110,8 @@ class ReduceScatter(Operation):
         self, call: IssuedCall, lanes: Sequence[Lane], outputs: Sequence[Flat], on_finite: OnFinite | None = None
     ) -> None:
         assert call.plan.scale is not None
-        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
-        super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
+        num_chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
+        super().__init__(call, num_chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._scale = call.plan.scale
         self._on_finite = on_finite
@@ -223,8 +212,8 @@ class AllGather(Operation):
 
     def __init__(self, call: IssuedCall, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
         outputs = [flat for row in outputs_LW for flat in row]
-        chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
-        super().__init__(call, chunks, outputs, [lane.flat for lane in lanes])
+        num_chunks = max(lane.spec.chunking.num_chunks for lane in lanes)
+        super().__init__(call, num_chunks, outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
         self._outputs_LW = outputs_LW
 
@@ -233,8 +222,8 @@ class AllGather(Operation):
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
         pairs = list(zip(self._lanes, self._outputs_LW, strict=True))
         parts_LW = [[replace(n.spec.chunking, numel=flat.numel).span(index) for flat in row] for n, row in pairs]
-        sizes_LW = [wire_sizes(n.codec, parts, n.flat.dtype) for n, parts in zip(self._lanes, parts_LW, strict=True)]
-        sizes_WL = list(zip(*sizes_LW, strict=True))
+        sized = zip(self._lanes, parts_LW, strict=True)
+        sizes_WL = list(zip(*[wire_sizes(n.codec, parts, n.flat.dtype) for n, parts in sized], strict=True))
         wires = [scratch.take(sum(sizes)) for sizes in sizes_WL]
         wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
         for at, (lane, _) in enumerate(pairs):
@@ -260,7 +249,8 @@ class Exchange(Operation):
         sent = [flat.numel for flats in (outputs, inputs) for r, flat in enumerate(flats) if r != self._link.rank]
         self.chunk_bytes = sum(lane.codec.wire_bytes(min(numel, self._chunk), lane.dtype) for numel in sent)
         wire = sum(lane.codec.wire_bytes(numel, lane.dtype) for numel in sent)
-        self.scratch_bytes = scratch_limit(wire, self.chunk_bytes, self.chunk_bytes, -(-max(sent) // self._chunk))
+        depth = -(-max(sent) // self._chunk)
+        self.scratch_bytes = chunks.scratch_limit(wire, self.chunk_bytes, self.chunk_bytes, depth)
 
     def chunk(self, index: int, scratch: Scratch) -> Stages:
         codec = self._codec
@@ -312,7 +302,7 @@ class Broadcast(Operation):
         key = Key(self._step, index)
         x = self._lane.flat.read(span, scratch)
         others = [rank for rank in range(link.world) if rank != self._source]
-        parts = shards(Span(0, span.numel), len(others), codec.unit)
+        parts = chunks.shards(Span(0, span.numel), len(others), codec.unit)
         wires = [scratch.take(size) for size in wire_sizes(codec, parts, x.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         pieces = [
@@ -325,9 +315,9 @@ class Broadcast(Operation):
                 codec.encode(piece, wire, step=step)
             yield link.exchange(list(shares.items()), [], self._tags[0])
         else:
-            share = shares.pop(link.rank, None)
-            yield link.exchange([], [] if share is None else [(self._source, share)], self._tags[0])
-            sends = [] if share is None else [(rank, share) for rank in others if rank != link.rank]
+            own = [shares.pop(link.rank)] if link.rank in shares else []
+            yield link.exchange([], [(self._source, wire) for wire in own], self._tags[0])
+            sends = [(rank, wire) for wire in own for rank in others if rank != link.rank]
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
         for piece, wire, step in pieces:
             codec.decode(wire, piece, step=step)

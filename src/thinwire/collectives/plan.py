@@ -168,12 +168,9 @@ def rows_plan(
         copies += (link.world + 1) * lane.copy_bytes(numel)
     chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(lane.chunking.num_chunks for lane in chunked))
-    plan = CallPlan(text, chunked, chunk_bytes, limit, scale=scale)
-    if not link.on_stream or total or not all(map(_has_rows, chunked)):
-        return plan
-    if scale is None:
-        return replace(plan, program=programs.all_gather_program(link, lanes))
-    return replace(plan, program=programs.scatter_program(link, lanes, scale))
+    is_fused = link.on_stream and not total and all(map(_has_rows, chunked))
+    program = programs.row_program(link, lanes, scale) if is_fused else None
+    return CallPlan(text, chunked, chunk_bytes, limit, program=program, scale=scale)
 
 
 def _has_rows(lane: LaneSpec) -> bool:
@@ -189,9 +186,7 @@ def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> 
     parts = chunks.shards(Span(0, min(lane.chunking.chunk, lane.numel)), count, lane.codec.unit)
     chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
     limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, lane.chunking.num_chunks)
-    program = None
-    if link.on_stream and _has_rows(lane):
-        program = programs.broadcast_program(link, lane, source)
+    program = programs.broadcast_program(link, lane, source) if link.on_stream and _has_rows(lane) else None
     return CallPlan(text, [lane], chunk_bytes, limit, program=program)
 
 
@@ -217,7 +212,7 @@ def plan_call(
     flat = to_choose_from(codecs) if is_sum else ("plain", "compressed")
     algorithm = _algorithm(key, codecs, numel, flat if mesh is None else ("plain", "hierarchical"), choose)
     if algorithm == "plain":
-        if key.dtype not in _GLOO_DTYPES and not links[0].on_stream:  # torch would fail halfway, and lose the group
+        if key.dtype not in _GLOO_DTYPES and not all(n.on_stream for n in links):  # torch would fail halfway
             known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
             raise CollectiveError(
                 f"gloo takes {known}, got {key.dtype}: convert the tensor, or copy its view(torch.uint8)"

@@ -212,6 +212,7 @@ def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
     """Start messages: one, or on NCCL several as one group."""
     link = channel.transport
     site = CallSite(channel.next_p2p_call(), " and ".join(transfer.text for transfer in transfers))
+    lost = None
     try:
         if any(transfer.request.peer is None for transfer in transfers):
             moving = link.recv_any_source(transfers[0].wire, transfers[0].tag)  # which NCCL refuses
@@ -219,17 +220,16 @@ def _start(channel: Channel, transfers: Sequence[_Transfer]) -> Work:
             moving = link.send_recv(*_sorted(transfers), transfers[0].tag)
     except LostRankError as error:
         lost = error.with_traceback(None)
-    else:
-        if link.on_stream:
-            link.count(*_sorted([transfer for transfer in transfers if transfer.coder is not None]))
+    if lost is not None:  # not above: the new error would hold the old one, whose frames hold tensors
+        raise channel.failures.ended(lost, site)
+    if link.on_stream:
+        link.count(*_sorted([transfer for transfer in transfers if transfer.coder is not None]))
 
-        def finish() -> None:
-            for transfer in transfers:
-                transfer.finish(moving)
+    def finish() -> None:
+        for transfer in transfers:
+            transfer.finish(moving)
 
-        outputs = [transfer.request.tensor for transfer in transfers]
-        return MessageWork(moving, outputs, finish, channel.failures.at(site))
-    raise channel.failures.ended(lost, site)
+    return MessageWork(moving, [transfer.request.tensor for transfer in transfers], finish, channel.failures.at(site))
 
 
 def _sorted(transfers: Sequence[_Transfer]) -> tuple[Messages, Messages]:

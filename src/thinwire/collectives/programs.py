@@ -265,17 +265,13 @@ def _jobs(link: Transport, lanes: Sequence[LaneSpec], count: int) -> list[RowJob
     return [job_of(n.codec, shape, n, link.device, stride) for n, shape in zip(lanes, shapes, strict=True)]
 
 
-def scatter_program(link: Transport, lanes: Sequence[LaneSpec], scale: float) -> RowProgram:
-    """output = scale * the sum over ranks of their row for this rank."""
-    jobs = _jobs(link, lanes, link.world)
-    decodes = [rows.decoder(job, world=link.world, scale=scale) for job in _jobs(link, lanes, 1)]
-    return RowProgram(jobs, [rows.encoder(job) for job in jobs], link.all_to_all, decodes)
-
-
-def all_gather_program(link: Transport, lanes: Sequence[LaneSpec]) -> RowProgram:
-    """output = every rank's input, as decoded from its wire."""
-    jobs = _jobs(link, lanes, link.world)
-    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in _jobs(link, lanes, 1)]
+def row_program(link: Transport, lanes: Sequence[LaneSpec], scale: float | None) -> RowProgram:
+    """A gather: output = every rank's input, as decoded; with a scale a scatter: the sum of all ranks' rows for this."""
+    jobs, own = _jobs(link, lanes, link.world), _jobs(link, lanes, 1)
+    if scale is not None:
+        decodes = [rows.decoder(job, world=link.world, scale=scale) for job in own]
+        return RowProgram(jobs, [rows.encoder(job) for job in jobs], link.all_to_all, decodes)
+    encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in own]
     decodes = [rows.decoder(job) for job in jobs]
     return RowProgram(jobs, encodes, link.all_gather, decodes, in_place=True, only=link.rank)
 

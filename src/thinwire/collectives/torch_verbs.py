@@ -27,8 +27,8 @@ def all_reduce(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     options: Any = dist.AllreduceOptions()
     options.reduceOp = reduction.torch_op if whole else SUM
     work = None
-    for at, link in enumerate(links):
-        if at:
+    for link in links:
+        if work is not None:
             wait(work, call)
         work = link.group.allreduce([row], options)
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)

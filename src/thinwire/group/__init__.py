@@ -10,7 +10,7 @@ twice. There is no error feedback: a call does not say whose numbers it has.
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -230,7 +230,7 @@ class ThinwireGroup(torch_internals.PythonGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         if self._window is not None:
             raise CollectiveError("this group is coalescing calls already: end that before another begins")
-        self._window = _Window(backend(self.inner, device) == "nccl")
+        self._window = _Window(backend(self.inner, device) == "nccl", [], [])
 
     def _end_coalescing(self, device: torch.device) -> Any:
         window, self._window = self._window, None
@@ -314,13 +314,12 @@ for _new, _old in torch_internals.OLDER.items():
     setattr(ThinwireGroup, _old, getattr(ThinwireGroup, _new))
 
 
-class _Window:
+class _Window(NamedTuple):
     """Calls that are being coalesced."""
 
-    def __init__(self, gathers: bool) -> None:
-        self.gathers = gathers  # messages between two ranks
-        self.works: list[Any] = []
-        self.requests: list[P2PRequest] = []
+    gathers: bool  # messages between two ranks
+    works: list[Any]
+    requests: list[P2PRequest]
 
 
 def create(options: Any, backend_options: Any) -> ThinwireGroup:
