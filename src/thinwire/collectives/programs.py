@@ -266,7 +266,7 @@ def _jobs(link: Transport, lanes: Sequence[LaneSpec], count: int) -> list[RowJob
 
 
 def row_program(link: Transport, lanes: Sequence[LaneSpec], scale: float | None) -> RowProgram:
-    """A gather: output = every rank's input, as decoded; with a scale a scatter: the sum of all ranks' rows for this."""
+    """A gather: output = every rank's input, as decoded; with a scale a scatter: the sum of all rows for this rank."""
     jobs, own = _jobs(link, lanes, link.world), _jobs(link, lanes, 1)
     if scale is not None:
         decodes = [rows.decoder(job, world=link.world, scale=scale) for job in own]
