@@ -187,9 +187,9 @@ def start_others() -> None:
 def start_exact(base: torch.Tensor) -> None:
     """Exact differences: sizes are known from the numbers alone, so each kernel is asked for by itself."""
     words, longs = (torch.empty(64, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
-    short, small = words.to(torch.int16), words.to(torch.uint8)
+    small = words.to(torch.uint8)
     bits = base.view(exact.FORMATS[base.dtype].signed)
-    numel, places = base.numel(), {"by_class": bits, "starts": longs, "tables": longs}
+    numel, places = base.numel(), {"by_class": bits, "starts": longs}
     launch, tables, kind = exact.launch, {"tables": longs}, (base.dtype, base.device)
     launch(exact.exact_count_kernel, *kind, 2, 8)(new=bits, base=bits, counts=words, numel=numel, stride=2)
     launch(exact.exact_choose_kernel, *kind, 2, 16)(counts=words, costs=longs, **tables)
@@ -197,10 +197,10 @@ def start_exact(base: torch.Tensor) -> None:
         new=bits, base=bits, scratch=longs, rows=longs, lengths=longs, numel=numel, count=2, **tables
     )
     launch(exact.exact_pack_kernel, *kind, 2)(rows=small, new=small, starts=longs, out=small, numel=numel)
-    launch(exact.exact_ends_kernel, *kind, 2)(base=bits, ends=short, numel=numel, **tables)
-    launch(exact.exact_read_kernel, *kind, 1, 1)(words=words, ends=short, bad=words, numel=numel, **places)
+    launch(exact.exact_classes_kernel, *kind, 2)(base=bits, classes=words, numel=numel, **tables)
+    launch(exact.exact_read_kernel, *kind, 1, 1)(words=words, classes=words, bad=words, numel=numel, **places)
     launch(exact.exact_undo_kernel, *kind, 2)(
-        blocks=small, base=bits, out=bits, scratch=longs, numel=numel, count=2, **places
+        blocks=small, base=bits, out=bits, scratch=longs, numel=numel, count=2, **tables, **places
     )
 
 

@@ -320,12 +320,12 @@ def exact_head(tables: ExactTables, dtype: torch.dtype, width: int, numel: int) 
 def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[ExactTables, Tensor, int]:
     """(tables, starts, blocks_at): `starts` of the blocks, and the last one's end, count from `blocks_at` in the wire.
 
-    Everything is checked: decoding with these reads nothing outside the wire.
+    Everything is checked: decoding with these reads nothing outside the wire. The host waits for a GPU twice, for a few
+    bytes; the lengths of the blocks stay where they are.
     """
     if wire.numel() < EXACT_TABLES_AT:
         raise WireError(f"a wire of exact differences has {EXACT_TABLES_AT} bytes or more, got {wire.numel()}")
-    front = wire[: EXACT_TABLES_AT + 2 * -(-numel // EXACT_BLOCK)].cpu()  # with the lengths: one wait for a GPU
-    head = front[:EXACT_TABLES_AT].numpy().tobytes()
+    head = wire[:EXACT_TABLES_AT].cpu().numpy().tobytes()
     magic, version, kind, bits, variant, width, block, top, key, count = _HEADER.unpack(head[:HEADER_BYTES])
     expected = MAGIC, VERSION, Kind.EXACT, 8 * dtype.itemsize, EXACT_DTYPES.index(dtype), EXACT_BLOCK, 0
     if (magic, version, kind, bits, variant, block, key) != expected or width not in (1, 2):
@@ -339,16 +339,17 @@ def read_exact_head(wire: Tensor, dtype: torch.dtype, numel: int) -> tuple[Exact
     gaps = all(gap == EXACT_DIRECT or gap <= EXACT_MOST_GAP for gap in tables.gaps)
     if top > 0xFF or not gaps or max(tables.values) >= bits:
         raise WireError("the tables of a wire of exact differences are damaged")
-    blocks_at = EXACT_TABLES_AT + width * -(-numel // EXACT_BLOCK)
-    lengths = torch.zeros(blocks_at - EXACT_TABLES_AT, dtype=torch.uint8)
-    lengths[: len(front) - EXACT_TABLES_AT] = front[EXACT_TABLES_AT:blocks_at]  # a truncated wire may have fewer
-    lengths = lengths.view(torch.int16 if width == 2 else torch.uint8).long() & 0xFFFF
-    plain = torch.full_like(lengths, EXACT_BLOCK * dtype.itemsize)
-    plain[-1:] = (numel - EXACT_BLOCK * (len(plain) - 1)) * dtype.itemsize
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    if wire.numel() != blocks_at + int(starts[-1]) or bool((lengths > plain).any()):
+    blocks = -(-numel // EXACT_BLOCK)
+    blocks_at = EXACT_TABLES_AT + width * blocks
+    lengths = torch.zeros(1 + blocks, dtype=torch.int64, device=wire.device)
+    if wire.numel() >= blocks_at:
+        lengths[1:] = wire[EXACT_TABLES_AT:blocks_at].clone().view(torch.int16 if width == 2 else torch.uint8)
+    starts = lengths.cumsum(0)
+    least, longest, last, total = torch.stack([*lengths.aminmax(), lengths[-1], starts[-1]]).tolist()
+    plain, rest = EXACT_BLOCK * dtype.itemsize, (numel - EXACT_BLOCK * (blocks - 1)) * dtype.itemsize
+    if wire.numel() != blocks_at + total or least < 0 or longest > plain or last > rest:
         raise WireError(
-            f"the blocks of a wire of exact differences have {int(starts[-1])} bytes, {wire.numel() - blocks_at} came: "
+            f"the blocks of a wire of exact differences have {total} bytes, {wire.numel() - blocks_at} came: "
             "the wire was cut short or damaged"
         )
     return tables, starts, blocks_at

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from thinwire.kernels import exact as definition
 from thinwire.kernels.exact import BIT, EXPONENTS, FORMATS, LENGTHS, MOST_ZEROS, RARE
+from thinwire.kernels.triton.four_bytes import bits_set
 from thinwire.kernels.triton.memory import instruction, opaque
 from thinwire.kernels.triton.prepared import Prepared
 from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, EXACT_DIRECT, EXACT_MOST_GAP, ExactTables, exact_lengths
@@ -66,16 +67,16 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
         return True
     words = pad(blocks, (0, LONGEST - blocks.numel() % 4)).view(torch.int32)
     by_class = torch.zeros(count * EXACT_BLOCK, dtype=FORMATS[base.dtype].signed, device=base.device)
-    ends = torch.empty(count, EXACT_CLASSES, dtype=torch.int16, device=base.device)
+    classes = torch.empty(count, EXACT_CLASSES, dtype=torch.int32, device=base.device)
     bad = torch.zeros(1, dtype=torch.int32, device=base.device)
     params = torch.tensor([tables.top, *tables.gaps, *tables.values]).to(base.device, non_blocking=True)
-    starts = starts.to(base.device, non_blocking=True)
-    places = {"by_class": by_class, "starts": starts, "tables": params, "numel": base.numel()}
+    places = {"by_class": by_class, "starts": starts, "numel": base.numel()}
     scratch = torch.empty(min(count, PROGRAMS), SCRATCH.value, dtype=torch.int64, device=base.device)
-    launch(exact_ends_kernel, *kind, count)(base=_bits(base), ends=ends, tables=params, numel=base.numel())
-    launch(exact_read_kernel, *kind, -(-count // LANES.value), 1)(words=words, ends=ends, bad=bad, **places)
+    given = {"base": _bits(base), "tables": params}
+    launch(exact_classes_kernel, *kind, count)(classes=classes, numel=base.numel(), **given)
+    launch(exact_read_kernel, *kind, -(-count // LANES.value), 1)(words=words, classes=classes, bad=bad, **places)
     launch(exact_undo_kernel, *kind, count)(
-        blocks=words.view(torch.uint8), base=_bits(base), out=_bits(out), scratch=scratch, count=count, **places
+        blocks=words.view(torch.uint8), out=_bits(out), scratch=scratch, count=count, **given, **places
     )
     return not bool(bad)
 
@@ -139,12 +140,6 @@ def _class_of(old, top, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def _ones(x):
-    """How many bits of each word are set."""
-    return instruction("popc.b32 $0, $1;", "=r,r", (x,))
-
-
-@triton.jit
 def _members(base, left, top, MANTISSA: tl.constexpr):
     """(CLASSES, WORDS): which of 32 numbers are members of a class, a bit for each. The block has `left` numbers."""
     i = tl.arange(0, WORDS)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
@@ -183,7 +178,7 @@ def _unsigned(x):
 @triton.jit
 def _before(word, i):
     """How many bits of the word are set below that of number i."""
-    return _ones(word & ((1 << (i & 31)) - 1))
+    return bits_set(word & ((1 << (i & 31)) - 1))
 
 
 # --- the choice of parameters -----------------------------------------------------------------------------------------
@@ -263,7 +258,7 @@ def exact_encode_kernel(new, base, scratch, rows, lengths, tables, numel, count,
         n = tl.minimum(numel - first, BLOCK).to(tl.int32)
         members = _members(base + first, n, top, MANTISSA)
         coded = members & (_changed(new + first, base + first, n)[None, :] | tl.where(g_C == DIRECT, -1, 0)[:, None])
-        both = _ones(members) | (_ones(coded) << 16)
+        both = bits_set(members) | (bits_set(coded) << 16)
         total_C = tl.sum(both, 1)
         end_C = tl.cumsum(total_C, 0)
         tl.store(_words_of(table), _unsigned(members) | (coded.to(tl.int64) << 32))
@@ -343,13 +338,15 @@ def exact_pack_kernel(rows, new, starts, out, numel, MANTISSA: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("numel",))
-def exact_ends_kernel(base, ends, tables, numel, MANTISSA: tl.constexpr):
-    """ends: where every class of a block ends."""
+def exact_classes_kernel(base, classes, tables, numel, MANTISSA: tl.constexpr):
+    """classes: where every class of a block ends, and from bits 16 and 24 on its gap and value parameters."""
     block = tl.program_id(0).to(tl.int64)
     left = tl.minimum(numel - block * BLOCK, BLOCK).to(tl.int32)
+    c = tl.arange(0, CLASSES)
     top = tl.load(tables).to(tl.int32)
-    total = tl.sum(_ones(_members(base + block * BLOCK, left, top, MANTISSA)), 1)
-    tl.store(ends + block * CLASSES + tl.arange(0, CLASSES), tl.cumsum(total, 0).to(tl.int16))
+    total = tl.sum(bits_set(_members(base + block * BLOCK, left, top, MANTISSA)), 1)
+    g, v = tl.load(tables + 1 + c).to(tl.int32), tl.load(tables + 1 + CLASSES + c).to(tl.int32)
+    tl.store(classes + block * CLASSES + c, tl.cumsum(total, 0) | (g << 16) | (v << 24))
 
 
 @triton.jit
@@ -359,10 +356,11 @@ def _take(held, k, plain, BITS: tl.constexpr):
     At most ESCAPE zeros are taken. After ESCAPE zeros come `plain` bits: those of a value, or none for a gap.
     """
     word = held.to(tl.int32)
-    zeros = tl.minimum(_ones((word - 1) & ~word), ESCAPE)
-    stops = zeros == ESCAPE
+    first = bits_set(word ^ (word - 1))  # the zeros and the one after them
+    stops = first > ESCAPE
+    zeros = tl.minimum(first - 1, ESCAPE)
+    begin = tl.minimum(first, ESCAPE)
     width = tl.where(stops, plain, k)
-    begin = zeros + tl.where(stops, 0, 1)
     low = held >> begin.to(tl.uint64)
     if BITS == 32:
         low = (low & ((tl.full((LANES,), 1, tl.uint64) << width.to(tl.uint64)) - 1)).to(tl.int32)
@@ -371,8 +369,13 @@ def _take(held, k, plain, BITS: tl.constexpr):
     return zeros, low + tl.where(stops & (plain > 0), 0, zeros << k), begin + width
 
 
+@triton.jit
+def _pair(low, high):
+    return (_unsigned(low) | (_unsigned(high) << 32)).to(tl.uint64, bitcast=True)
+
+
 @triton.jit(do_not_specialize=("numel",))
-def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISSA: tl.constexpr):
+def exact_read_kernel(words, starts, classes, by_class, bad, numel, MANTISSA: tl.constexpr):
     """by_class, zero before, = the differences of blocks, one lane per block. bad = 1 if a block is damaged."""
     BITS: tl.constexpr = 32 if MANTISSA == 23 else 16
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -380,32 +383,26 @@ def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISS
     begin = tl.load(starts + block, mask=count > 0, other=0)
     length = (tl.load(starts + block + 1, mask=count > 0, other=0) - begin).to(tl.int32)
     source = words + (begin >> 2)
-    start = ((begin & 3) * 8).to(tl.int32)
-    bit = start
+    bit = ((begin & 3) * 8).to(tl.int32)  # of `word`
     # Lanes read far apart, which is slow, so each loads a word when it has passed one, before it needs the loaded one.
     word, word_1, word_2, word_3 = tl.load(source), tl.load(source + 1), tl.load(source + 2), tl.load(source + 3)
-    passed = tl.zeros((LANES,), tl.int32)
     is_plain = length == count * (BITS // 8)
     place = tl.where(is_plain, count, 0)
     by_class += block * BLOCK
-    c = tl.full((LANES,), -1, tl.int32)
-    end = tl.zeros((LANES,), tl.int32)
-    g = tl.zeros((LANES,), tl.int32)
-    v = tl.zeros((LANES,), tl.int32)
+    classes += block * CLASSES
+    own = tl.zeros((LANES,), tl.int32)  # of the class that is read
     after_gap = tl.zeros((LANES,), tl.int1)  # a value follows the gap that was read
     good = tl.full((LANES,), 1, tl.int1)
     while tl.max((good & (place < count)).to(tl.int32), 0) > 0:
         for _ in range(TURNS):
             going = good & (place < count)
-            enters = going & (place >= end)
-            c += enters.to(tl.int32)
-            end = tl.where(enters, tl.load(ends + block * CLASSES + c, mask=enters, other=0).to(tl.int32), end)
-            g = tl.where(enters, tl.load(tables + 1 + c, mask=enters, other=0).to(tl.int32), g)
-            v = tl.where(enters, tl.load(tables + 1 + CLASSES + c, mask=enters, other=0).to(tl.int32), v)
-            reads = going & (place < end) & ((bit >> 5) == passed)
+            enters = going & (place >= (own & 0xFFFF))
+            own = tl.load(classes, mask=enters, other=own)
+            classes += enters.to(tl.int32)
+            end, g, v = own & 0xFFFF, (own >> 16) & 0xFF, own >> 24
+            reads = going & (place < end) & (bit < 32)
             shift = (bit & 31).to(tl.uint64)
-            held = (_unsigned(word) | (_unsigned(word_1) << 32)).to(tl.uint64, bitcast=True) >> shift
-            held |= (_unsigned(word_2) << 1).to(tl.uint64, bitcast=True) << (63 - shift)
+            held = _pair((_pair(word, word_1) >> shift).to(tl.int32), (_pair(word_1, word_2) >> shift).to(tl.int32))
             # a gap, or a value
             is_direct = g == DIRECT
             in_gap = (is_direct | after_gap) == 0
@@ -414,7 +411,7 @@ def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISS
             ended = in_gap & (zeros >= needed)
             used = tl.where(ended, needed, used)
             one = tl.where(is_direct, 0, 1)
-            tl.store(by_class + place, (x + one).to(by_class.dtype.element_ty), mask=reads & (in_gap == 0))
+            _put(by_class + place, x + one, reads & (in_gap == 0))
             after = tl.where(ended, end, place + tl.where(in_gap, x, 1))
             # a value
             follows = in_gap & (zeros < ESCAPE) & (ended == 0)
@@ -423,17 +420,25 @@ def exact_read_kernel(words, starts, ends, by_class, bad, tables, numel, MANTISS
             _, x, more = _take(held >> used.to(tl.uint64), v, tl.full((LANES,), BITS, tl.int32), BITS)
             if BITS == 32:
                 takes = takes & (used + more <= 64)
-            tl.store(by_class + after, (x + one).to(by_class.dtype.element_ty), mask=takes)
+            _put(by_class + after, x + one, takes)
             after_gap = tl.where(reads, follows & (takes == 0), after_gap)
             bit += tl.where(reads, used + tl.where(takes, more, 0), 0)
             place = tl.where(reads, after + takes.to(tl.int32), place)
-            moves = (bit >> 5) > passed
-            passed += moves.to(tl.int32)
+            moves = bit >= 32
+            bit -= tl.where(moves, 32, 0)
+            source += moves.to(tl.int32)
             word, word_1 = tl.where(moves, word_1, word), tl.where(moves, word_2, word_1)
             word_2 = tl.where(moves, word_3, word_2)
-            word_3 = tl.load(source + passed + 3, mask=moves, other=word_3)
-    good = good & (is_plain | (((bit - start + 7) // 8) == length))
+            word_3 = tl.load(source + 3, mask=moves, other=word_3)
+    end = (source.to(tl.int64) - words.to(tl.int64)) * 8 + bit  # bits from the start of `words`
+    good = good & (is_plain | ((end + 7) // 8 == begin + length))
     tl.store(bad + tl.zeros((LANES,), tl.int32), tl.full((LANES,), 1, tl.int32), mask=(good == 0) & (count > 0))
+
+
+@triton.jit
+def _put(place, u, mask):
+    """Store differences but zeros, which are there."""
+    tl.store(place, u.to(place.dtype.element_ty), mask=mask & (u != 0))
 
 
 @triton.jit(do_not_specialize=("numel", "count"))
@@ -449,7 +454,7 @@ def exact_undo_kernel(blocks, base, out, starts, by_class, scratch, tables, nume
         start = tl.load(starts + block)
         is_plain = tl.load(starts + block + 1) - start == n * SIZE
         members = _members(base + first, n, top, MANTISSA)
-        count_C = _ones(members)
+        count_C = bits_set(members)
         total_C = tl.sum(count_C, 1)
         places = tl.cumsum(count_C, 1) - count_C + (tl.cumsum(total_C, 0) - total_C)[:, None]
         tl.store(_words_of(table), _unsigned(members) | (places.to(tl.int64) << 32))
