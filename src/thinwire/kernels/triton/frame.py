@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from thinwire import wire as wire_format
-from thinwire.kernels.triton.memory import store_words, wide
-from thinwire.kernels.triton.tiles import Blocks, load_bytes
+from thinwire.kernels.triton.memory import load_bytes, store_words, wide
+from thinwire.kernels.triton.tiles import Blocks
 
 KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # the header's word with the key's lower half; the upper one follows
 

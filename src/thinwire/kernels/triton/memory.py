@@ -97,12 +97,36 @@ def opaque(x):
     return instruction("mov.b32 $0, $1;", "=r,r", (x,))
 
 
+@triton.jit
+def load_bytes(pointer, at, inside, WHOLE: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT little-endian bytes, `at` times COUNT from the pointer, as an int32; one by one unless WHOLE (aligned)."""
+    pointer = pointer + at * COUNT
+    if WHOLE or COUNT == 1:
+        return load_words(pointer, inside, COUNT)[0]
+    else:
+        word = load_words(pointer, inside, 1)[0]
+        for i in tl.static_range(1, COUNT):
+            word = word | (load_words(pointer + i, inside, 1)[0] << (8 * i))
+        return word
+
+
+@triton.jit
+def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.constexpr):
+    """The opposite of load_bytes."""
+    pointer = pointer + at * COUNT
+    if WHOLE or COUNT == 1:
+        store_words(pointer, (word,), inside, COUNT)
+    else:
+        for i in tl.static_range(COUNT):
+            store_words(pointer + i, (word >> (8 * i),), inside, 1)
+
+
 # --- floats -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """COUNT (1, 2, 4) neighbors from element `at` on, as fp32; in one access if WHOLE."""
+def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr = True):
+    """COUNT (1, 2, 4) neighbors from element `at` on, as fp32; in one access if WHOLE, byte by byte unless EVEN."""
     KIND: tl.constexpr = base.dtype.element_ty
     SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
@@ -113,7 +137,7 @@ def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
             floats = floats + (_widened(words[i * SIZE // 4], i % (4 // SIZE), KIND),)
     else:
         for i in tl.static_range(COUNT):
-            floats = floats + (_widened(load_words(pointer + i * SIZE, inside, SIZE)[0], 0, KIND),)
+            floats = floats + (_widened(load_bytes(pointer + i * SIZE, 0, inside, EVEN, SIZE), 0, KIND),)
     return floats
 
 
@@ -131,8 +155,8 @@ def _widened(word, HALF: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """COUNT tensors of fp32 as neighbors from element `at` on, in the dtype of `base`."""
+def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr = True):
+    """The opposite of load_floats: COUNT tensors of fp32, in the dtype of `base`."""
     KIND: tl.constexpr = base.dtype.element_ty
     SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
@@ -146,7 +170,7 @@ def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.conste
         store_words(pointer, words, inside, COUNT * SIZE)
     else:
         for i in tl.static_range(COUNT):
-            store_words(pointer + i * SIZE, (narrowed(floats[i], KIND),), inside, SIZE)
+            store_bytes(pointer + i * SIZE, 0, narrowed(floats[i], KIND), inside, EVEN, SIZE)
 
 
 @triton.jit

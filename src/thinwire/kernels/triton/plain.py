@@ -12,10 +12,18 @@ import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import note
 from thinwire.kernels.triton.frame import check_headers, write_frame
-from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words, wide
-from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
+from thinwire.kernels.triton.memory import (
+    load_floats,
+    load_words,
+    narrowed,
+    store_bytes,
+    store_floats,
+    store_words,
+    wide,
+)
+from thinwire.kernels.triton.numbers import INF_BITS, size_bits
 from thinwire.kernels.triton.row_blocks import copy_row, picked
-from thinwire.kernels.triton.tiles import added, fused, load_bytes, store_bytes, times
+from thinwire.kernels.triton.tiles import added, fused, times
 
 COLUMNS = tl.constexpr(256)
 GROUPS = tl.constexpr(4)
@@ -146,11 +154,12 @@ def _sum(plane, stack, own, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
     own: as in sums.Wires.
     """
     stride = wide(stack.stride)
-    first = tl.where(own == 0, stack.world, 0)
-    total = get(plane + first * stride, at, inside, P, COUNT)
+    first = plane + tl.where(own == 0, stack.world, 0) * stride
+    total = load_floats(first.to(tl.pointer_type(P.kind)), at, inside, COUNT, P.grouped, P.grouped)
     worst = _largest(total, COUNT)
     for w in range(1, stack.world):
-        more = get(plane + tl.where(w == own, stack.world, w) * stride, at, inside, P, COUNT)
+        other = plane + tl.where(w == own, stack.world, w) * stride
+        more = load_floats(other.to(tl.pointer_type(P.kind)), at, inside, COUNT, P.grouped, P.grouped)
         total = added(total, more)
         worst = tl.maximum(worst, _largest(more, COUNT))
     return total, worst
@@ -162,22 +171,6 @@ def _largest(floats, COUNT: tl.constexpr):
     for i in tl.static_range(1, COUNT):
         worst = tl.maximum(worst, size_bits(floats[i]))
     return worst
-
-
-@triton.jit
-def get(plane, at, inside, P: tl.constexpr, COUNT: tl.constexpr):
-    """Read numbers of a wire; byte by byte unless P.grouped, as it may not be aligned."""
-    if P.grouped:
-        return load_floats(plane.to(tl.pointer_type(P.kind)), at, inside, COUNT, True)
-    else:
-        floats = ()
-        for i in tl.static_range(COUNT):
-            word = load_bytes(plane, at + i, inside, False, P.size)
-            if P.size == 4:
-                floats = floats + (float_of(word),)
-            else:
-                floats = floats + (word.to(tl.int16).to(P.kind, bitcast=True).to(tl.float32),)
-        return floats
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
 from thinwire.kernels.triton.frame import Frame, Keys, Norms, key_in, on_blocks, sections, write_frame
-from thinwire.kernels.triton.memory import load_words, store_words, wide
+from thinwire.kernels.triton.memory import load_bytes, load_words, store_words, wide
 from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import summed, wires_from
 from thinwire.kernels.triton.tiles import (
@@ -23,7 +23,6 @@ from thinwire.kernels.triton.tiles import (
     added,
     fused,
     load,
-    load_bytes,
     minus,
     position,
     store,

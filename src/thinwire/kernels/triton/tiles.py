@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.four_bytes import signed
-from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words, wide
+from thinwire.kernels.triton.memory import load_bytes, load_floats, opaque, store_bytes, store_floats, wide
 
 # Modes of feedback: what is encoded, and what is stored for later.
 ALONE = tl.constexpr(0)  # x
@@ -103,30 +103,6 @@ def store(pointer, tile, at, T: tl.constexpr):
         store_floats(start, group, lane * at.span, inside, T.vector, T.grouped)
 
 
-@triton.jit
-def load_bytes(pointer, at, inside, WHOLE: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT little-endian bytes, `at` times COUNT from the pointer, as an int32; one by one unless WHOLE (aligned)."""
-    pointer = pointer + at * COUNT
-    if WHOLE or COUNT == 1:
-        return load_words(pointer, inside, COUNT)[0]
-    else:
-        word = load_words(pointer, inside, 1)[0]
-        for i in tl.static_range(1, COUNT):
-            word = word | (load_words(pointer + i, inside, 1)[0] << (8 * i))
-        return word
-
-
-@triton.jit
-def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.constexpr):
-    """The opposite of load_bytes."""
-    pointer = pointer + at * COUNT
-    if WHOLE or COUNT == 1:
-        store_words(pointer, (word,), inside, COUNT)
-    else:
-        for i in tl.static_range(COUNT):
-            store_words(pointer + i, (word >> (8 * i),), inside, 1)
-
-
 # --- code planes ------------------------------------------------------------------------------------------------------
 # Lane k is in bank k % banks of a plane, its bits k // banks places up in the byte. A word holds the bytes of a
 # column's `vector` neighbors in one bank.
@@ -211,29 +187,21 @@ def load_codes(planes, at, T: tl.constexpr):
 def load_halves(plane, at, T: tl.constexpr):
     """The tile of a plane of 16-bit floats."""
     tile = ()
+    halves = plane.to(tl.pointer_type(tl.float16))
     for lane in tl.static_range(T.lanes):
         element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
-        if T.even:
-            tile = tile + load_floats(plane.to(tl.pointer_type(tl.float16)), element, at.there, T.vector, T.words[0])
-        else:
-            for v in tl.static_range(T.vector):
-                word = load_bytes(plane, element + v, at.there, False, 2)
-                tile = tile + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+        tile = tile + load_floats(halves, element, at.there, T.vector, T.words[0], T.even)
     return tile
 
 
 @triton.jit
 def store_halves(plane, tile, at, T: tl.constexpr):
     """The opposite of load_halves."""
+    halves = plane.to(tl.pointer_type(tl.float16))
     for lane in tl.static_range(T.lanes):
         element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
-        if T.even:
-            group = tile[lane * T.vector : (lane + 1) * T.vector]
-            store_floats(plane.to(tl.pointer_type(tl.float16)), group, element, at.inside, T.vector, T.words[0])
-        else:
-            for v in tl.static_range(T.vector):
-                short = tile[lane * T.vector + v].to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-                store_bytes(plane, element + v, short, at.inside, False, 2)
+        group = tile[lane * T.vector : (lane + 1) * T.vector]
+        store_floats(halves, group, element, at.inside, T.vector, T.words[0], T.even)
 
 
 @triton.jit
