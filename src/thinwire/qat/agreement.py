@@ -45,6 +45,11 @@ class Agreement:
         """The largest of every element over ranks."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
+    def range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The ranges that hold those of all ranks."""
+        less, high = self.largest(torch.cat([-low, high])).chunk(2)
+        return -less, high
+
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         if self._ranks == "local" or not (dist.is_available() and dist.is_initialized()):
             return x
@@ -53,18 +58,15 @@ class Agreement:
             dist.all_reduce(shared, op=op, group=self._ranks)
             return shared
         group: Any = dist.group.WORLD if self._ranks is None else self._ranks
-        shared = x.to(_reachable(x.device, group), copy=True).contiguous()
+        served = group._device_types
+        # Where NCCL alone serves and the model is still on the CPU, x travels from the GPU of this rank.
+        device = x.device if any(one.type == x.device.type for one in served) else served[0]
+        shared = x.to(device, copy=True).contiguous()
         if groups.backend(group, shared.device) == "gloo":
             torch_verbs.combine("qat", shared, op, group)  # whose errors tell what was lost
         else:
             dist.all_reduce(shared, op=op, group=group)
         return shared.to(x.device)
-
-
-def _reachable(device: torch.device, group: Any) -> torch.device:
-    """The device, or, where NCCL alone serves and the model is still on the CPU, the GPU of this rank."""
-    served = group._device_types
-    return device if any(one.type == device.type for one in served) else served[0]
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Layers that see their weight, and what comes in, through quantizers.
 
 [Note: The same module] `quantize_layer` gives a layer another class and two submodules; it stays the same object with
-the same parameters. So hooks, names, ties, devices and whoever else holds the layer know nothing of it, and
+the same parameters. So hooks, names, ties, devices and other holders of the layer notice nothing, and
 `isinstance(layer, nn.Linear)` is still true.
 
 To add a layer: subclass it with `QuantizedLayer` first, write its forward, enter it in `FORMS`.
@@ -70,7 +70,7 @@ class QuantizedConv1d(QuantizedLayer, nn.Conv1d):
     """nn.Conv1d through quantizers. It pads its input after quantizing it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the convolution it is made of."""
+        """As the layer without quantizers."""
         convolved: Tensor = self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
         return convolved
 

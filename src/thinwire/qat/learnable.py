@@ -1,9 +1,9 @@
 """torch's learnable fake quantizer by its own names, over thinwire's op: `LearnableFakeQuantize`.
 
 [Note: Modes] The flags are uint8 buffers, because checkpoints and scripts know them as such, but a forward that looked
-at them would make the host wait for the device. It goes by a copy in Python. Methods and load_state_dict keep the copy;
+at them would make the host wait for the device. It reads a copy in Python. Methods and load_state_dict keep the copy;
 a script that writes a buffer itself is noticed by the buffer's version counter, which the host can see, and only then
-are the flags read. Compiled code goes by the copy alone.
+are the flags read. Compiled code reads the copy alone.
 
 [Note: Snapshots] The op is given clones of the parameters. The observer and the floor under the scale write parameters
 in place, past autograd; a second call before the first one's backward would otherwise change what the first had saved.
@@ -175,7 +175,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
             self._fit(X)
             if self._unfitted:
                 return X  # it has no channels
-        if modes.static and not _recomputing():
+        # While a backward runs, an activation checkpoint shows a batch again.
+        if modes.static and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
             self._observe(X.detach(), adopt=modes.fake_quant)
         if modes.fake_quant or not modes.static:
             self._clamp()
@@ -325,8 +326,3 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 def _write(parameter: Parameter, value: Tensor) -> None:
     """Past autograd's version counter, which would take it for damage to what was saved. [Note: Snapshots]"""
     (parameter if torch.compiler.is_compiling() else parameter.data).copy_(value)
-
-
-def _recomputing() -> bool:
-    """Whether a backward is running: an activation checkpoint asks again for what its forward has shown already."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

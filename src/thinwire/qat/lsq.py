@@ -2,7 +2,7 @@
 
 [Note: The start] A scale that starts badly stays bad, so the papers say where to start: weights from the weights
 themselves (`initialize`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
-zero or not finite is let through untouched and does not count. Where torch.distributed runs, statistics are those of
+zero or not finite passes unchanged and does not count. Where torch.distributed runs, statistics are those of
 all ranks, so that every rank starts with the same bits.
 
 [Note: One truth, one cache] How much of the start is left stands in the buffer `init_left`, the integers in use in
@@ -84,7 +84,7 @@ class LSQ(nn.Module):
         self,
         bits: int = 4,  # fewer => smaller, coarser
         *,
-        symmetric: bool | Literal["auto"] | None = None,  # None => as the class is made for: LSQ True, LSQPlus False
+        symmetric: bool | Literal["auto"] | None = None,  # None => the class's own: LSQ True, LSQPlus False
         axis: int | None = None,
         group: int = 0,
         init_batches: int = 1,  # more => a calmer start of activations; at each the ranks wait for each other
@@ -118,7 +118,9 @@ class LSQ(nn.Module):
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x on the grid. With `rows`, x holds those rows, one each, of the table whose scales these are."""
         if not (self._ready or self._started(x)):
-            return self._untouched(x)
+            for parameter in self.parameters() if self.scale.numel() else ():
+                x = x + (0 * parameter.sum()).to(x.dtype)  # stays in the graph: DDP waits for each gradient
+            return x
         scale = self.floored()
         offset: Tensor | None = self.offset
         if rows is not None:  # as if all had been quantized, then looked up: as many elements are under a scale
@@ -144,12 +146,6 @@ class LSQ(nn.Module):
             return self.scale + (self.scale_floor - self.scale.detach()).relu()
         self.scale.data.clamp_(min=self.scale_floor)
         return self.scale
-
-    def _untouched(self, x: Tensor) -> Tensor:
-        # Parameters stay in the graph: DDP waits for a gradient of each.
-        for parameter in self.parameters() if self.scale.numel() else ():
-            x = x + (0 * parameter.sum()).to(x.dtype)
-        return x
 
     # --- how it starts: [Note: The start] ----------------------------------------------------------------------------
 

@@ -56,10 +56,11 @@ def fake_quantize(
     shift = zero_point if offset is None else offset
     settings = _Settings(axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient)
     y: Tensor
-    if torch.compiler.is_compiling() or (_seen_by_ops(x) and not torch._C._are_functorch_transforms_active()):
-        y = _op(x, scale, shift, *settings)
-    elif torch._C._are_functorch_transforms_active():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._are_functorch_transforms_active():
         y = _Transformed.apply(x, scale, shift, *settings)  # type: ignore[no-untyped-call]
+    elif compiling or type(x) not in (Tensor, Parameter) or torch._C._len_torch_dispatch_stack() > 0:
+        y = _op(x, scale, shift, *settings)
     else:
         y = _Function.apply(x, scale, shift, settings)  # type: ignore[no-untyped-call]
     return y
@@ -75,15 +76,6 @@ def check_grid(quant_min: int, quant_max: int, gradient: Gradient) -> None:
         raise QatError(f"quant_min and quant_max must lie within 2**20, got {quant_min} and {quant_max}")
     if gradient not in get_args(Gradient):
         raise QatError(f"gradient must be one of {', '.join(get_args(Gradient))}, got {gradient!r}")
-
-
-def gradient_factor(x_numel: int, channels: int, grid: Grid, scale_gradient: bool) -> float:
-    """1 / sqrt(n * quant_max), or 1. Ranges below zero count by their lower end, an empty x as one element."""
-    if not scale_gradient:
-        return 1.0
-    n = x_numel / channels if grid.paper else x_numel
-    reach = grid.quant_max if grid.quant_max > 0 else -grid.quant_min
-    return 1 / math.sqrt(max(n, 1) * reach)
 
 
 class Laid(NamedTuple):
@@ -164,11 +156,6 @@ def check_scale(scale: Tensor) -> None:
 # --- the two functions, and their entrances: [Note: Entrances] -------------------------------------------------------
 
 
-def _seen_by_ops(x: Tensor) -> bool:
-    """Whether somebody has to see the call as an op."""
-    return type(x) not in (Tensor, Parameter) or torch._C._len_torch_dispatch_stack() > 0
-
-
 _grid = lru_cache(maxsize=256)(Grid)
 
 
@@ -214,7 +201,9 @@ def _gradients(
         sums_2C.zero_()
     else:
         laid = lay_out(dx, scale.numel(), how.axis, how.group)
-        factor = gradient_factor(x.numel(), scale.numel(), how.grid, how.scale_gradient)
+        n = x.numel() / scale.numel() if how.paper else x.numel()
+        reach = how.quant_max if how.quant_max > 0 else -how.quant_min
+        factor = 1 / math.sqrt(max(n, 1) * reach) if how.scale_gradient else 1.0
         views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
         select(x.device, x.dtype).fake_quantize_grad(

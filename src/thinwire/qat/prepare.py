@@ -47,15 +47,17 @@ def prepare(
     """
     sharded = "parameters are sharded already: prepare the model, calibrate it, then call fully_shard"
     check_model(model, "prepare", sharded)
-    _check_bits(weight_bits=weight_bits, act_bits=act_bits, first_last_bits=first_last_bits)
+    for name, bits in (("weight_bits", weight_bits), ("act_bits", act_bits), ("first_last_bits", first_last_bits)):
+        if bits is not None and not (isinstance(bits, int) and bits in BITS):
+            raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
     found = list(_layers(model))
     chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
     _check_group(chosen, group)
     common: dict[str, Any] = {"init_batches": init_batches, "process_group": process_group}
     scales: dict[str, Any] = {"group": group} if group else {"axis": 0}
     ties = {id(one.layer.weight): one.layer.weight_quantizer for one in found if isinstance(one.layer, QuantizedLayer)}
-    for tie, bits in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
-        ties.setdefault(tie, quantizer(bits, symmetric=True, **scales, **common))
+    for tie, most in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
+        ties.setdefault(tie, quantizer(most, symmetric=True, **scales, **common))
     for one in chosen:
         act = None
         if act_bits is not None and not isinstance(one.layer, nn.Embedding):
@@ -185,12 +187,6 @@ def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> d
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
-
-
-def _check_bits(**named: int | None) -> None:
-    for name, bits in named.items():
-        if bits is not None and not (isinstance(bits, int) and bits in BITS):
-            raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
 
 
 def _check_group(chosen: list[_Found], group: int) -> None:

@@ -40,8 +40,11 @@ def observe(observer: Any, x: Tensor, ranks: Ranks) -> bool:
     Any other observer must not meet a NaN, and only the host can keep it from being called.
     """
     if is_min_max(observer):
-        low, high = _range(x, observer.ch_axis if observer.qscheme in PER_CHANNEL else None)
-        _remember(observer, *_widest(low, high, ranks))
+        rows = x.reshape(1, -1)
+        if observer.qscheme in PER_CHANNEL:
+            rows = x.movedim(observer.ch_axis, 0).unsqueeze(-1).flatten(1)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # gloo has no 16-bit maximum
+        _remember(observer, *Agreement(ranks).range(*(end.to(dtype) for end in range_of(rows))))
         return True
     if good := bool(x.isfinite().all()) and x.numel() > 0:
         observer(x)
@@ -74,9 +77,8 @@ def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return scale, (observer.quant_min - (low / scale).round()).clamp(observer.quant_min, observer.quant_max)
 
 
-def _range(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Lowest and highest element, of every index of `axis` where one is given. [Note: Nothing seen]"""
-    rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).unsqueeze(-1).flatten(1)
+def range_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest and highest element of every row. [Note: Nothing seen]"""
     if rows.shape[1] == 0:
         return rows.new_full(rows.shape[:1], torch.inf), rows.new_full(rows.shape[:1], -torch.inf)
     low, high = torch.aminmax(rows, dim=1)
@@ -90,21 +92,20 @@ def _remember(observer: Any, low: Tensor, high: Tensor) -> None:
         observer.max_val.resize_(high.shape).fill_(-torch.inf)
     if observer.min_val.numel() != low.numel():
         raise QatError(f"the observer has seen {observer.min_val.numel()} channels before, now {low.numel()}")
+    constant = getattr(observer, "averaging_constant", None)
     for kept, now, wider in ((observer.min_val, low, torch.minimum), (observer.max_val, high, torch.maximum)):
         now = now.to(kept).view_as(kept)
-        constant = getattr(observer, "averaging_constant", None)
-        kept.copy_(wider(kept, now) if constant is None else _averaged(kept, now, constant))
-
-
-def _averaged(kept: Tensor, now: Tensor, constant: float) -> Tensor:
-    moved = torch.where(kept.isfinite(), kept + constant * (now - kept), now)
-    return torch.where(now.isfinite(), moved, kept)
+        if constant is None:
+            kept.copy_(wider(kept, now))
+        else:
+            moved = torch.where(kept.isfinite(), kept + constant * (now - kept), now)
+            kept.copy_(moved.where(now.isfinite(), kept))
 
 
 def ranks_in_step() -> Ranks:
     """Who is certain to be in this forward too: the ranks of the DDP that is running it, or nobody.
 
-    All of them are, for DDP itself broadcasts buffers at its start. Anywhere else nobody knows who is calling.
+    All of them are, since DDP itself broadcasts buffers at its start. Elsewhere nothing says which ranks call.
     """
     ddp = DistributedDataParallel._get_active_ddp_module()
     return "local" if ddp is None else ddp.process_group
@@ -115,10 +116,3 @@ def mean(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:
     count = tensors[0].new_ones(1)
     *totals, world = Agreement(ranks).total(torch.cat([*tensors, count])).split([t.numel() for t in [*tensors, count]])
     return [total / world for total in totals]
-
-
-def _widest(low: Tensor, high: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The range that holds those of all ranks."""
-    dtype = torch.promote_types(low.dtype, torch.float32)  # gloo has no 16-bit maximum
-    low, high = Agreement(ranks).largest(torch.cat([-low, high]).to(dtype)).chunk(2)
-    return -low, high

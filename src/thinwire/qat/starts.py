@@ -6,13 +6,12 @@ A rank whose x is empty or not finite adds nothing. Where no rank has anything t
 ranks or on none.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from thinwire.qat.agreement import Agreement, widest
 from thinwire.qat.ops import fake_quantize
+from thinwire.qat.ranges import range_of
 
 _SHARES = [0.9**k for k in range(32)]  # of a range, tried as its new length
 _SAMPLE = 1 << 18  # elements per rank on which they are tried
@@ -72,12 +71,10 @@ def _sums(terms: list[Tensor], ranks: Agreement) -> list[Tensor] | None:
 
 def _ends(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, Tensor]:
     """The least and the largest element of every channel; a constant channel reaches to zero."""
-    nothing_C = x_CN.new_full((len(x_CN),), -math.inf)
-    ends = torch.stack([(-x_CN).amax(1), x_CN.amax(1)] if x_CN.numel() else [nothing_C, nothing_C])
-    less_C, high_C = ranks.largest(ends.to(widest(ends)))  # wide enough for the length of any range
+    low_C, high_C = ranks.range(*(end.to(widest(end)) for end in range_of(x_CN)))  # wide enough for any range's length
     zero_C = torch.zeros_like(high_C)
-    constant_C = less_C == -high_C
-    return (-less_C).minimum(zero_C).where(constant_C, -less_C), high_C.maximum(zero_C).where(constant_C, high_C)
+    constant_C = low_C == high_C
+    return low_C.minimum(zero_C).where(constant_C, low_C), high_C.maximum(zero_C).where(constant_C, high_C)
 
 
 def _best(x_CN: Tensor, low_KC: Tensor, high_KC: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor]:

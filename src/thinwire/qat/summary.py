@@ -88,20 +88,19 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
 
 def _quantized(name: str, layer: QuantizedLayer) -> Row:
     notes = [layer.note]
-    found = _converted(layer, notes) if layer.converted else _trained(layer, notes)
+    if layer.converted:
+        weight = layer.integer_weight
+        notes.append(f"integers, {weight_bytes(layer)} bytes")
+        scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
+        found: dict[str, Any] = {"weight_bits": weight.bits, "scale": scale}
+    else:
+        found = _trained(layer, notes)
     act = layer.act_quantizer
     if act is not None:
         found["act_bits"] = act.bits
         if act.initialized:
             found |= {"act_scale": float(whole(act.scale)), "act_range": (act.quant_min, act.quant_max)}
     return Row(name, type(layer).__name__.removeprefix("Quantized"), note="; ".join(filter(None, notes)), **found)
-
-
-def _converted(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
-    weight = layer.integer_weight
-    notes.append(f"integers, {weight_bytes(layer)} bytes")
-    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
-    return {"weight_bits": weight.bits, "scale": scale}
 
 
 def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
