@@ -12,6 +12,7 @@ kernels/rows.py says what travels and what is remembered in two phases (see [Not
 To add a kind: an entry in `KINDS`, its formula in kernels/rows.py, and its launches in kernels/triton.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,36 +26,21 @@ Span = tuple[int, int]  # elements begin <= i < end of a lane
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Gaps:
-    """Elements of a lane that belong to none of its parameters: nothing is remembered of them."""
-
-    def __init__(self, pieces: "Iterable[Piece]") -> None:
-        self._spans = []
-        at = 0
-        for piece in pieces:
-            if piece.name is None and piece.numel:
-                self._spans.append((at, at + piece.numel))
-            at += piece.numel
-
-    def clear(self, span: Span, message: Tensor) -> None:
-        """Zeros in the gaps of a message."""
-        for begin, end in self._spans:
-            if begin < span[1] and end > span[0]:
-                message[max(begin, span[0]) - span[0] : end - span[0]].zero_()
-
-
 class Carry(NamedTuple):
-    """The feedback of a lane: what is remembered, with EF21 the mean too, and what of the lane is no parameter's."""
+    """The feedback of a lane: what is remembered, and with EF21 the mean too."""
 
     kept: Tensor  # one number per element, in fp32 or bf16
     mean: Tensor | None = None
-    gaps: Gaps = Gaps(())
+    gaps: Sequence[Span] = ()  # elements that belong to none of the lane's parameters: nothing is remembered of them
 
     def part(self, span: Span, x: Tensor, mean: Span | None) -> Memory:
         """What kernels remember of a span, x being its numbers, and of a span of the mean; gaps are cleared in both."""
         kept = self.kept[span[0] : span[1]]
-        self.gaps.clear(span, kept)
-        self.gaps.clear(span, x)
+        for begin, end in self.gaps:
+            if begin < span[1] and end > span[0]:
+                gap = slice(max(begin, span[0]) - span[0], end - span[0])
+                kept[gap].zero_()
+                x[gap].zero_()
         return Memory(kept, kept, None if mean is None or self.mean is None else self.mean[mean[0] : mean[1]])
 
 
@@ -67,6 +53,12 @@ class Piece(NamedTuple):
 
     name: str | None
     numel: int
+
+
+def gaps_of(pieces: Sequence[Piece]) -> list[Span]:
+    """The parts of a lane that belong to none of its parameters."""
+    spans = itertools.pairwise(itertools.accumulate((piece.numel for piece in pieces), initial=0))
+    return [span for piece, span in zip(pieces, spans, strict=True) if piece.name is None]
 
 
 class Ledger:
@@ -108,10 +100,9 @@ class Ledger:
     def _drop_empty(self) -> None:
         self._lanes = {key: lane for key, lane in self._lanes.items() if self._uses(lane[1], any)}
 
-    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """What is remembered, flat, by parameter; a parameter that was never met is left out."""
-        wanted = self._held if names is None else names
-        return {name: self._held[name].clone() for name in wanted if name in self._held}
+    def read(self) -> dict[str, Tensor]:
+        """What is remembered, flat, by parameter."""
+        return {name: held.clone() for name, held in self._held.items()}
 
     def decay(self, names: Iterable[str], factor: float) -> None:
         """Multiply what these parameters remember by `factor`."""
@@ -160,7 +151,7 @@ class Memories:
         self.means.drop(stale)
         self.residuals.drop([p.name for p in rows if p.name and p.name.rpartition(ROW)[0] in stale] if rows else stale)
         residual = self.residuals.lane(rows or pieces, device)
-        gaps = Gaps(rows or pieces)
+        gaps = gaps_of(rows or pieces)
         if kind == "classic":
             return Carry(residual, None, gaps)
         if self.residuals.dtype != torch.float32:
@@ -233,7 +224,8 @@ class RowCopy:
 def deal(parts: Mapping[int, Mapping[str, Tensor]], world: int, rank: int, new_world: int) -> dict[str, Tensor]:
     """What `rank` of `new_world` ranks remembers of what `world` ranks did: rank k's goes to rank k % new_world.
 
-    What several ranks bring is added, so that the sum over ranks is kept. A rank that gets nothing starts from zero.
+    What several ranks give to one is added, so that the sum over ranks is kept. A rank that gets nothing starts from
+    zero.
     """
     dealt: dict[str, Tensor] = {}
     for k in range(rank, world, new_world):

@@ -199,8 +199,13 @@ def _mean(
     elif world > 1:  # a single rank sends and rounds nothing
         carried = _filled(numbers.float() if numbers.dtype == torch.float64 else numbers, channel)  # no codec has fp64
     algorithm = "plain" if codec == "none" else algorithm or fewest_roundings(world)
-    if _is_pair(bucket):
-        result = _traced(carried, op, group, codec, algorithm)
+    if _is_pair(bucket):  # one op of a graph: for plain sums torch's own, which its compiler knows how to fuse
+        if algorithm == "plain":
+            from torch.distributed import _functional_collectives  # 20 ms, for this path only
+
+            result: Tensor = _functional_collectives.all_reduce(carried, op, group)
+        else:
+            result = functional.all_reduce(carried, op, group, codec=codec, algorithm=algorithm)
         numbers.copy_(result if carried is numbers else _emptied(result, numbers, channel))
         return cast("Future[Tensor]", bucket[0])  # DDP's signature knows no pairs
 
@@ -229,16 +234,6 @@ def _numbers(bucket: Any) -> Tensor:
         grad = grad.conj() if grad.is_conj() else grad  # the mean of conjugates is the conjugate of the mean
         return torch.view_as_real(grad)
     return grad
-
-
-def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm: SumAlgorithm) -> Tensor:
-    """The sum or mean as one op of a graph: torch's own for plain sums, which its compiler knows how to fuse."""
-    if algorithm == "plain":
-        from torch.distributed import _functional_collectives  # 20 ms, for this path only
-
-        out: Tensor = _functional_collectives.all_reduce(x, op, group)
-        return out
-    return functional.all_reduce(x, op, group, codec=codec, algorithm=algorithm)
 
 
 # [Note: Channels] A block is a multiple of 8. Whole channels of another length are filled up to the next one with

@@ -129,17 +129,6 @@ class RehearsedBucket:
         self.plain_bytes = sum_bytes(self.numel, self.dtype, world)
         self.sent_bytes = self.plain_bytes if self.plain else plan.sent_bytes(world)
 
-    def numbers(self, buffer: Tensor) -> list[Tensor]:
-        """A tensor per lane of one rank's gradients, in the dtype that its kernels take."""
-        tensors, _ = lanes.load(self.lanes, buffer)
-        rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors]
-        return [x.to(dtype) for dtype, x in zip(self.dtypes, rows, strict=True)]
-
-    def write(self, rows: Sequence[Tensor], buffer: Tensor) -> None:
-        """buffer = the numbers of all lanes."""
-        for lane, row in zip(self.lanes, rows, strict=True):
-            lane.write(row, buffer)
-
 
 class RehearsedSum:
     """The sum of one bucket in one step, over ranks that come one after the other."""
@@ -168,7 +157,9 @@ class RehearsedSum:
         bucket, ranks = self.bucket, self._ranks
         if self._weighed:
             torch._foreach_div_(self._weighed_of(buffer), self._roots)
-        tensors = bucket.numbers(buffer)
+        parts_L, _ = lanes.load(bucket.lanes, buffer)
+        rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in parts_L]
+        tensors = [x.to(dtype) for dtype, x in zip(bucket.dtypes, rows, strict=True)]
         if bucket.plain:
             torch._foreach_add_(self._rows, tensors)
             return
@@ -185,33 +176,29 @@ class RehearsedSum:
     def _begin(self, loaded: Sequence[Lane], index: int, rank: int) -> Stages:
         program, seat = self.bucket.programs[rank], self.bucket.seats[rank]
         some, chunk = program.chunks[index]
+        two_phase = self.bucket.algorithm == "two_phase"
         if rank == 0:
-            self._shelves.append(self._new_shelf(chunk.stride))
+            sent_WS = torch.empty((self._world, chunk.stride), dtype=torch.uint8, device=seat.device)
+            received_WWS = sent_WS.new_empty((self._world if two_phase else 0, self._world, chunk.stride))
+            self._shelves.append(_Shelf(sent_WS.view(-1), received_WWS))
         seat.shelf = shelf = self._shelves[index]
         floats = [torch.empty(numel, dtype=dtype, device=seat.device) for numel, dtype in chunk.floats]
         parts = program.parts(index, loaded)
         xs = [lane.flat.read(span, Scratch(shelf.sent)) for lane, span in parts]
-        received = shelf.received_WWS[rank].view(-1) if self.bucket.algorithm == "two_phase" else shelf.sent
+        received = shelf.received_WWS[rank].view(-1) if two_phase else shelf.sent
         views = chunk.views(shelf.sent, received, floats)
         stages, bad = program.begin(index, views, parts, xs, self._step, (0,), noted=rank == 0)
         next(stages)
         for at, (i, kernels) in enumerate(zip(some, chunk.kernels, strict=True)):
             if not kernels.lane.feedback:  # free a rank's gradients except its own shard's; see [Note: Seats]
                 kept = self._rows[i][slice(*parts[at][1])]
-                if self.bucket.algorithm == "two_phase":
+                if two_phase:
                     own = slice(*kernels.job.rows.span(rank))
                     kept[own] = xs[at][own]
                 xs[at] = kept
         if rank == 0:
             self._bad.append(bad)
         return stages
-
-    def _new_shelf(self, stride: int) -> _Shelf:
-        rows = self._world if self.bucket.algorithm == "two_phase" else 0
-        shape = rows, self._world, stride
-        device = self.bucket.device
-        sent = torch.empty(self._world * stride, dtype=torch.uint8, device=device)
-        return _Shelf(sent, torch.empty(shape, dtype=torch.uint8, device=device))
 
     def mean(self, buffer: Tensor) -> None:
         """buffer = the mean, once all ranks had their turns."""
@@ -220,7 +207,8 @@ class RehearsedSum:
             torch._foreach_mul_(self._rows, 1.0 / self._world)
         else:
             self._finish()
-        bucket.write(self._rows, buffer)
+        for lane, row in zip(bucket.lanes, self._rows, strict=True):
+            lane.write(row, buffer)
         if self._weighed:
             torch._foreach_mul_(self._weighed_of(buffer), self._roots)
         self._ranks.tally.sent(bucket.sent_bytes, bucket.plain_bytes)
@@ -395,13 +383,12 @@ class Rehearsal(Handle):
         self._sums = []
         self.steps += 1
         self._write_logs(self.steps, 0)
-        guards = self._guards
-        if guards:
+        if self._guards:
             spoiled = not bool(torch.stack(self._finite).all())
-            codes = [guard.code(rank, self.world, spoiled=spoiled) for rank, guard in enumerate(guards)]
-            for guard in guards[1:]:
+            codes = [guard.code(rank, self.world, spoiled=spoiled) for rank, guard in enumerate(self._guards)]
+            for guard in self._guards[1:]:
                 guard.begin()
-            guards[0].check(min(codes), self.world, self.steps - 1)
+            self._guards[0].check(min(codes), self.world, self.steps - 1)
 
     def stats(self) -> Stats:
         """What compression has done: the bytes of one rank, errors of all."""

@@ -89,7 +89,8 @@ def pairs(known: Rule, rule: Rule) -> Rule:
     """A list of pairs: a `known` name, and a value."""
 
     def check(name: str, value: Any) -> None:
-        PAIRS(name, value)
+        is_listed = isinstance(value, LISTS) and all(isinstance(pair, LISTS) and len(pair) == 2 for pair in value)
+        field("a list of pairs", lambda _: is_listed)(name, value)
         for key, held in value:
             known(f"a name in {name}", key)
             rule(f"{name}[{key}]", held)
@@ -140,9 +141,6 @@ def is_codec(value: Any) -> bool:
 
 MAPPING = field("a mapping", lambda value: isinstance(value, Mapping))
 LIST = field("a list", lambda value: isinstance(value, LISTS))
-PAIRS = field(
-    "a list of pairs", lambda v: isinstance(v, LISTS) and all(isinstance(p, LISTS) and len(p) == 2 for p in v)
-)
 TEXT = field("text", lambda value: isinstance(value, str))
 RANK = field("the number of a rank", lambda value: isinstance(value, str) and value.isascii() and value.isdecimal())
 FLAG = field("True or False", lambda value: isinstance(value, bool))

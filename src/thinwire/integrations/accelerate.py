@@ -14,23 +14,14 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.groups import resolve
 from thinwire.collectives.torch_verbs import agree
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import device_of
-from thinwire.integrations.choice.options import (
-    BY_MODEL,
-    CodecChoice,
-    CodecLike,
-    DDPKeywords,
-    check_kind,
-    framework_options,
-)
-from thinwire.integrations.ddp import DDPState, compress_ddp
-from thinwire.integrations.fsdp import FSDPState, compress_fsdp
+from thinwire.integrations.choice.options import BY_MODEL, CodecChoice, CodecLike, DDPKeywords, framework_options
+from thinwire.integrations.ddp import DDPState
+from thinwire.integrations.fsdp import FSDPState, compress_wrapped
 from thinwire.integrations.models import describe
 from thinwire.log import announce
 
@@ -43,7 +34,7 @@ from accelerate import Accelerator
 Handle = DDPState | FSDPState
 _PLUGIN = (
     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), which Accelerate uses on GPUs only: on a "
-    "CPU it makes a DDP model all the same"
+    "CPU it makes a DDP model instead"
 )
 
 
@@ -79,17 +70,13 @@ def compress_prepared(
     """`compress` for callers that save the handle's state themselves; the options were checked."""
     if not isinstance(accelerator, Accelerator):
         raise CollectiveError(f"expected compress(accelerator, model, ...), got {type(accelerator).__name__} first")
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(isinstance(module, DistributedDataParallel) for module in modules):
-        check_kind(options, sharded=False, found="a model in DDP", wanted=_PLUGIN)
-        return compress_ddp(model, codec, **options)
-    if any(isinstance(module, FSDPModule) for module in modules):
-        check_kind(options, sharded=True, found="a model that FSDP2 shards", wanted="no fsdp_plugin")
-        return compress_fsdp(model, codec, **options)
-    if accelerator.num_processes > 1 or not modules:
+    kind = f"distributed_type={accelerator.distributed_type}"
+    if handle := compress_wrapped(model, codec, options, kind, ddp="no fsdp_plugin", fsdp=_PLUGIN):
+        return handle
+    if accelerator.num_processes > 1 or not isinstance(model, nn.Module):
         raise CollectiveError(
-            f"expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got {describe(model)} "
-            f"(distributed_type={accelerator.distributed_type})"
+            "expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got "
+            f"{describe(model)} ({kind})"
         )
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched == 1:

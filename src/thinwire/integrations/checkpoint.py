@@ -3,7 +3,7 @@
 [Note: Layout] DDP rebuilds its buckets after the first iteration (with a static graph after the second), and how a
 number is rounded depends on the block it falls into. A resumed run starts with DDP's first buckets again, whereas the
 run it continues had the rebuilt ones. So a checkpoint holds the layout. Until DDP has rebuilt its buckets, a resumed
-run collects the gradients of each bucket of *that* layout from whatever buckets DDP brings: the same bits. Where other
+run collects the gradients of each bucket of *that* layout from whatever buckets DDP passes: the same bits. Where other
 parameters are frozen than before, the bits cannot be the same, and the rest travels in DDP's own buckets.
 """
 
@@ -164,16 +164,16 @@ _DECISIONS = {
     "why": schema.TEXT,
     "widths": schema.pairs(schema.TEXT, schema.CODEC),
 }
-COMMON: Mapping[str, schema.Rule] = {  # the fields of all states
-    "world": schema.RANKS,
-    "feedback": schema.pairs(schema.TEXT, _KIND),
-    "decisions": schema.fields(_DECISIONS),
-}
 
 
-def errors_of(known: schema.Rule) -> schema.Rule:
-    """The rule of errors by rank and parameter. They need not be finite."""
-    return schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST))
+def common_rules(known: schema.Rule) -> dict[str, schema.Rule]:
+    """The rules of the fields that all states have; `known` is that of a parameter's name."""
+    return {
+        "world": schema.RANKS,
+        "feedback": schema.pairs(schema.TEXT, _KIND),
+        "decisions": schema.fields(_DECISIONS),
+        "errors": schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST)),  # which need not be finite
+    }
 
 
 def inherited(
@@ -225,12 +225,11 @@ def read(
     rank, world = group.rank(), group.size()
     known = schema.field("a parameter of this model", is_known)
     rules = {
-        **COMMON,
+        **common_rules(known),
         "step": schema.STEPS,
         "layout": schema.parts(known),
         "mean": schema.each(known, remembered),
         "ranks": schema.each(schema.RANK, lambda _: schema.each(known, remembered)),
-        "errors": errors_of(known),
     }
     head = schema.head_of(states, VERSION, "step", at)
     for state in states:
@@ -244,14 +243,14 @@ def read(
         lost = {name: error for name, error in errors.items() if name not in resting}
         sync.load(head, head["step"], residuals, head["mean"], lost)
         loaded = {*errors, *remembered_of} - {*resting}
-        names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may bring them
+        names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may pass them
         return int(head["step"]), layout
 
     return load
 
 
 class Restorer:
-    """Averages gradients in the buckets of a checkpoint until DDP has those. See [Note: Layout]."""
+    """Averages gradients in the buckets of a checkpoint until DDP has the same. See [Note: Layout]."""
 
     def __init__(self, average: Callable[[GradientSet, Tensor], "Future[Tensor]"]) -> None:
         self._average = average
@@ -267,15 +266,15 @@ class Restorer:
         """Start over, with these buckets or, if there are none, with DDP's own; `named`: by a model's own names."""
         self._wanted = None if layout is None else list(layout)
         self._named = named
-        self._brought: list[Names] = []  # DDP's own buckets of this step
-        self._brought_before: list[Names] | None = None
+        self._passed: list[Names] = []  # DDP's own buckets of this step
+        self._passed_before: list[Names] | None = None
         self._steps = 0
         self._held: dict[str, tuple[torch.Size, Tensor]] = {}
         self._awaiting: list[tuple[Tensor, Future[Tensor], Any]] = []  # DDP's buckets of what is held
 
     def hold(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor] | None":
         """Hold a DDP bucket's gradients until the end of the step; None: average it as it is."""
-        self._brought.append(gradients.names)
+        self._passed.append(gradients.names)
         if self._wanted is None or gradients.names in self._wanted:
             return None
         self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
@@ -285,19 +284,19 @@ class Restorer:
 
     def end_step(self) -> None:
         """Note the step's buckets for a checkpoint; average what was held."""
-        brought, self._brought = self._brought, []
-        if not brought:
+        passed, self._passed = self._passed, []
+        if not passed:
             return
-        self._last = brought if self._wanted is None else self._send(self._wanted, brought)
+        self._last = passed if self._wanted is None else self._send(self._wanted, passed)
         if self._wanted is not None:
             # Stop restoring once DDP has the restored buckets itself, or has settled on others.
-            settled = set(brought) == set(self._wanted) or self._brought_before not in (None, brought)
+            settled = set(passed) == set(self._wanted) or self._passed_before not in (None, passed)
             if settled or self._steps == _RESTORED_STEPS:
                 self.restore(None)
-            self._brought_before = brought
+            self._passed_before = passed
             self._steps += 1
 
-    def _send(self, wanted: Sequence[Names], brought: Sequence[Names]) -> list[Names]:
+    def _send(self, wanted: Sequence[Names], passed: Sequence[Names]) -> list[Names]:
         """Average what is held in the buckets of the checkpoint, and what these lack in DDP's own; all of them."""
         held, self._held = self._held, {}
         awaiting, self._awaiting = self._awaiting, []
@@ -306,7 +305,7 @@ class Restorer:
             if not self._named:
                 some = ", ".join(sorted(left)[:3])
                 raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {some}")
-            sent += [rest for names in brought if (rest := tuple(name for name in names if name in left))]
+            sent += [rest for names in passed if (rest := tuple(name for name in names if name in left))]
             self._wanted = None
         under_way = []
         for names in sent:
@@ -316,7 +315,7 @@ class Restorer:
                 self._average(GradientSet(names, shapes, buffer), buffer).then(functools.partial(_put, views))
             )
         torch.futures.collect_all(under_way).add_done_callback(functools.partial(_finish, awaiting))
-        return [*(names for names in brought if names in wanted), *sent]
+        return [*(names for names in passed if names in wanted), *sent]
 
 
 def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
@@ -327,7 +326,7 @@ def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
 
 
 def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[Tensor]]]") -> None:
-    """The messages with all gradients that were held are done, and so are the buckets that brought them."""
+    """All held gradients are averaged, so DDP's buckets of them are done."""
     try:
         for message in done.value():
             message.wait()  # on a GPU this stream waits for theirs

@@ -49,7 +49,7 @@ class DDPState(Handle):
     """Compression of one DDP model: the result of `compress_ddp` and the state of `ddp_hook`.
 
     `process_group` is DDP's group (None: the world). `model` gives parameters their names, for rules by name and for
-    checkpoints; without it they are numbered in the order in which DDP brings them. The other arguments are those of
+    checkpoints; without it they are numbered in the order in which DDP passes them. The other arguments are those of
     `compress_ddp`. A state does not pickle: save its `state_dict()`.
     """
 
@@ -77,7 +77,7 @@ class DDPState(Handle):
         self._sync = GradientSync(self._chooser)
         self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
-        # Those with this hook; None: not looked for.
+        # The models with this hook; None until they are searched for.
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
@@ -315,9 +315,9 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         )
     check_stepped(ddp_model.module, options.get("optimizer"))
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
-    # DDP goes on bringing gradients of what was frozen after it was made.
-    brought = ddp_model._get_ddp_logging_data().get("num_parameter_tensors", math.inf)
-    state._names.frozen_travel = brought > len(state._names.sizes)
+    # DDP still passes gradients of parameters that were frozen after the model was wrapped.
+    passed = ddp_model._get_ddp_logging_data().get("num_parameter_tensors", math.inf)
+    state._names.frozen_travel = passed > len(state._names.sizes)
     _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and (hint := _mesh_hint(state)):

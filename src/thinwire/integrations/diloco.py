@@ -26,6 +26,7 @@ from thinwire import schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, groups, torch_verbs
 from thinwire.collectives.channel import channel_of, wait_in
+from thinwire.collectives.work import done_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.choice import Chooser
@@ -64,11 +65,10 @@ class _Fragment:
         """This rank's parameters; of a sharded one, its shard."""
         return [_local(p) for p in self.parameters]
 
-    @property
-    def newly_frozen(self) -> str:
-        """A frozen parameter that equals its outer copy: it was frozen before the last round, on all ranks; or ""."""
-        found = zip(self.names, self.parameters, self.local(), self.outer, strict=True)
-        return next((name for name, p, mine, copy in found if not p.requires_grad and _is_unchanged(mine, copy)), "")
+    def is_unchanged(self, at: int) -> bool:
+        """Whether a parameter on this rank still equals its outer copy."""
+        local = _local(self.parameters[at])
+        return torch.equal(local, self.outer[at].to(local.dtype))
 
     @torch.no_grad()
     def put(self, buffer: Tensor) -> None:
@@ -93,13 +93,7 @@ class _Round:
     due: int  # the inner step after which it is applied
     sent: Tensor  # this rank's parameters when it began
     average: Tensor
-    future: "Future[Tensor] | None" = None
-
-    def wait(self, group: dist.ProcessGroup) -> Tensor:
-        if self.future is not None:
-            wait_in(group, self.future, self.average)
-            self.future = None
-        return self.average
+    future: "Future[Tensor]"  # of the average
 
 
 class DiLoCo(Handle):
@@ -161,7 +155,7 @@ class DiLoCo(Handle):
         outer = [pair for part in self._fragments for pair in zip(part.names, part.outer, strict=True)]
         self._copies: dict[str, Tensor] = dict(outer)
         self._device = self._fragments[0].values.device
-        self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
+        self.outer_optimizer = self._outer_optimizer(outer_optimizer)
         options = DDPOptions(
             codec,
             feedback=feedback,
@@ -191,10 +185,10 @@ class DiLoCo(Handle):
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
         channel_of(self._group, self._device).issue(f"DiLoCo({model}, {timing}, {how})", anew=True)
+        frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        self._share([*(fragment.values for fragment in self._fragments), *_buffers_of(self._model), *frozen])
         for fragment in self._fragments:
-            broadcast(fragment.values, group=self._group, group_src=0, algorithm="plain")
             fragment.put(fragment.values)
-        self._share([*_buffers_of(self._model), *(p for p in self._model.parameters() if not p.requires_grad)])
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Copy the first rank's tensors, of any dtype, to all ranks."""
@@ -205,13 +199,13 @@ class DiLoCo(Handle):
                 broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
                 local.copy_(buffer.view(local.dtype).view(local.shape))
 
-    def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
-        """The optimizer of the outer copies; `known` are all of the model's parameters."""
+    def _outer_optimizer(self, given: OuterOptimizer) -> Optimizer:
+        """The optimizer of the outer copies."""
         copies = list(self._copies.values())
         if given is None:
             return torch.optim.SGD(copies, lr=0.7, momentum=0.9, nesterov=True)
         if isinstance(given, Optimizer):
-            self._move(given, known)
+            self._move(given)
         found: object = given(copies) if callable(given) else given
         if not isinstance(found, Optimizer):
             raise CollectiveError(
@@ -227,16 +221,17 @@ class DiLoCo(Handle):
             )
         return found
 
-    def _move(self, given: Optimizer, known: set[int]) -> None:
+    def _move(self, given: Optimizer) -> None:
         """Make an optimizer over the model's parameters step their outer copies."""
         if given is self._inner:
             raise CollectiveError(
                 "outer_optimizer: expected another optimizer, got the inner optimizer, which would train the outer "
                 "copies instead of the model"
             )
+        known = {id(p) for p in self._model.parameters()}
         outer = {id(p): copy for part in self._fragments for p, copy in zip(part.parameters, part.outer, strict=True)}
         for settings in given.param_groups:
-            unknown = [p for p in settings["params"] if id(p) not in known]
+            unknown = any(id(p) not in known for p in settings["params"])
             if unknown or given.state:
                 raise CollectiveError(
                     "outer_optimizer: expected a new optimizer over the model's parameters, got one "
@@ -262,17 +257,23 @@ class DiLoCo(Handle):
         count = len(self._fragments)
         due = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in due:
-            if name := self._fragments[index].newly_frozen:
-                raise CollectiveError(
-                    f"DiLoCo: {name} no longer learns, but the momentum of the outer optimizer would still move "
-                    "it: close() before you freeze layers, and create a new DiLoCo afterwards"
-                )
+            part = self._fragments[index]
+            for at, trained in enumerate(part.parameters):
+                if not trained.requires_grad and part.is_unchanged(at):  # frozen before the last round, on all ranks
+                    raise CollectiveError(
+                        f"DiLoCo: {part.names[at]} no longer learns, but the momentum of the outer optimizer would "
+                        "still move it: close() before you freeze layers, and create a new DiLoCo afterwards"
+                    )
             self._begin(index, self.steps + self.overlap)
         self._apply(self.steps)
 
+    def _wait(self) -> None:
+        """Wait for the averages in flight."""
+        for one in self._in_flight:
+            wait_in(self._group, one.future, one.average)
+
     def _begin(self, index: int, due: int) -> None:
-        for earlier in self._in_flight:
-            earlier.wait(self._group)  # what it measured decides the next round
+        self._wait()  # what rounds measured decides the next one
         fragment = self._fragments[index]
         sent = fragment.flat()
         gradient = fragment.values - sent
@@ -281,9 +282,10 @@ class DiLoCo(Handle):
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
         self._sync.begin_step(self._group, self.rounds, gradient.device)
-        future = None
         if self._group.size() > 1:
             future = self._sync.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
+        else:
+            future = done_future(gradient, gradient.device)
         self.rounds += 1
         self._in_flight.append(_Round(index, due, sent, gradient, future))
         self._write_logs(self.rounds, self._group.rank())
@@ -296,11 +298,12 @@ class DiLoCo(Handle):
         """
         for done in [one for one in self._in_flight if one.due <= steps]:
             self._in_flight.remove(done)
-            fragment, average = self._fragments[done.fragment], done.wait(self._group)
-            if not schema.is_finite(average):
+            fragment = self._fragments[done.fragment]
+            wait_in(self._group, done.future, done.average)
+            if not schema.is_finite(done.average):
                 self._drop(done.fragment)
                 continue
-            for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
+            for copy, gradient in zip(fragment.outer, fragment.split(done.average), strict=True):
                 copy.grad = gradient
             self.outer_optimizer.step()
             for part in self._fragments:
@@ -316,7 +319,7 @@ class DiLoCo(Handle):
         """Drop a round whose average is not finite; all ranks see that, and continue from the outer parameters.
 
         The rank that caused it also resets its other fragments, and optimizer state that is not finite, which would
-        bring the NaN back at the next step.
+        cause the NaN again at the next step.
         """
         self.skipped += 1
         if self._group.rank() == 0:
@@ -324,17 +327,17 @@ class DiLoCo(Handle):
         for at, fragment in enumerate(self._fragments):
             if at == index or not schema.is_finite(fragment.flat()):
                 fragment.put(fragment.values)
-                for one in (one for one in self._in_flight if one.fragment == at):
-                    one.sent = fragment.flat()  # it has learned nothing since
-        remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
-        for state in remembered:
+                for one in self._in_flight:
+                    if one.fragment == at:
+                        one.sent = fragment.flat()  # it has learned nothing since
+        for state in () if self._inner is None else bare_optimizer(self._inner).state.values():
             if not all(schema.is_finite(_local(value)) for value in state.values() if isinstance(value, Tensor)):
                 state.clear()
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters and the first rank's buffers."""
         self._apply()
-        changed = [float(not all(map(_is_unchanged, part.local(), part.outer))) for part in self._fragments]
+        changed = [float(not all(map(part.is_unchanged, range(len(part.names))))) for part in self._fragments]
         learned = torch_verbs.agree("DiLoCo.synchronize", (self._group,), self._device, changed, dist.ReduceOp.MAX)
         for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # otherwise momentum alone would move the outer parameters
@@ -370,8 +373,7 @@ class DiLoCo(Handle):
         Every rank saves its own. gather: every rank calls it; the first gets one state of all ranks, which all
             ranks can load, the others an empty one. No round may be in flight.
         """
-        for one in self._in_flight:
-            one.wait(self._group)  # until then it changes residuals
+        self._wait()  # until then rounds change residuals
         if gather and self._in_flight:
             raise CollectiveError("gather=True: rounds are in flight and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
@@ -395,9 +397,10 @@ class DiLoCo(Handle):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state: this rank's own, or a gathered one. Load model and optimizer yourself, once this is made.
+        """Load a saved state: this rank's own, or a gathered one.
 
-        A gathered state may come from another number of ranks: what rank k remembered goes to rank k % world.
+        Load the model and the inner optimizer yourself, after DiLoCo is created. A gathered state may come from another
+        number of ranks: what rank k remembered goes to rank k % world.
         """
         outer = self._copies
         count = len(self._fragments)
@@ -415,8 +418,7 @@ class DiLoCo(Handle):
                 )
             under_way = [self._resumed(f"under_way[{at}]", one) for at, one in enumerate(state["under_way"])]
             load = checkpoint.read([state["compression"]], self._group, self._names, self._sync, advice, "compression")
-            for one in self._in_flight:
-                one.wait(self._group)  # it must not write into what is loaded
+            self._wait()  # rounds must not write into what is loaded
             schema.load_optimizer("outer_optimizer", self.outer_optimizer, state["outer_optimizer"])
         self.rounds, _ = load()  # from here on nothing fails
         self.steps = state["steps"]
@@ -432,7 +434,7 @@ class DiLoCo(Handle):
         rule = schema.numbers(self._fragments[saved["fragment"]].values.shape, finite=False)  # NaN is dropped when due
         schema.fields({"sent": rule, "average": rule})(field, saved)
         sent, average = (saved[name].to(self._device) for name in ("sent", "average"))
-        return _Round(saved["fragment"], saved["due"], sent, average)
+        return _Round(saved["fragment"], saved["due"], sent, average, done_future(average, self._device))
 
 
 def _stepping(given: Optimizer | None, group: dist.ProcessGroup) -> Optimizer | None:
@@ -498,11 +500,6 @@ def _check_codec(options: DDPOptions, fragments: int) -> None:
         )
 
 
-def _is_unchanged(local: Tensor, copy: Tensor) -> bool:
-    """Whether a rank's parameter still equals the outer one."""
-    return torch.equal(local, copy.to(local.dtype))
-
-
 def _local(tensor: Tensor) -> Tensor:
     """A tensor, or this rank's shard of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -512,10 +509,9 @@ def _trained(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Every parameter that learns; a sharded one, if this rank has elements of it."""
     learning = [(name, p) for name, p in named if p.requires_grad]
     found = [(name, p) for name, p in learning if not isinstance(p, DTensor) or _local(p).numel()]
-    complex_ones = [name for name, p in found if p.is_complex()]
-    if complex_ones or not found:
-        what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
-        raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
+    odd = [f"complex ones ({name})" for name, p in found if p.is_complex()]
+    if odd or not found:
+        raise CollectiveError(f"DiLoCo averages real parameters, got {odd[0] if odd else 'none that learns'}")
     return found
 
 

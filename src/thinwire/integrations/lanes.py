@@ -64,26 +64,22 @@ def lanes_of(
     for i, spec in enumerate(specs):
         found.setdefault((spec.codec, spec.feedback), []).append(i)
     size = {kind: sum(specs[i].numel for i in members) for kind, members in found.items()}
-    first, *rest = sorted(found, key=lambda kind: -size[kind])
-    main = found[first]
-    aside = {kind for kind in rest if bridge * size[kind] <= size[first]}
+    kinds = sorted(found, key=lambda kind: -size[kind])
+    main = found[kinds[0]]
+    aside = {kind for kind in kinds[1:] if bridge * size[kind] <= size[kinds[0]]}
     bridged = {i for kind in aside for i in found[kind] if whole or main[0] < i < main[-1]}
-    lanes = [_lane(names, specs, main, bridged, aside=False)]
-    return lanes + [_lane(names, specs, found[kind], set(), aside=kind in aside) for kind in rest]
-
-
-def _lane(
-    names: Sequence[str], specs: Sequence[LaneSpec], own: Sequence[int], bridged: set[int], *, aside: bool
-) -> BucketLane:
-    inside = {*own, *bridged}
-    members = sorted(inside)
-    gaps = {i for i in members if i in bridged or names[i].startswith(PADDING)}
-    pieces = tuple(Piece(None if i in gaps else names[i], specs[i].numel) for i in members)
     edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
-    starts = [edges[i] for i in members if i - 1 not in inside]
-    ends = [edges[i + 1] for i in members if i + 1 not in inside]
-    spec = specs[own[0]]._replace(numel=sum(piece.numel for piece in pieces), scattered=len(starts) > 1 and not aside)
-    return BucketLane(spec, pieces, tuple(zip(starts, ends, strict=True)), aside)
+    lanes = []
+    for kind in kinds:
+        named = {i for i in found[kind] if not names[i].startswith(PADDING)}
+        inside = {*found[kind], *(bridged if kind == kinds[0] else ())}
+        pieces = tuple(Piece(names[i] if i in named else None, specs[i].numel) for i in sorted(inside))
+        starts = [edges[i] for i in sorted(inside) if i - 1 not in inside]
+        ends = [edges[i + 1] for i in sorted(inside) if i + 1 not in inside]
+        scattered = len(starts) > 1 and kind not in aside
+        spec = specs[found[kind][0]]._replace(numel=sum(piece.numel for piece in pieces), scattered=scattered)
+        lanes.append(BucketLane(spec, pieces, tuple(zip(starts, ends, strict=True)), kind in aside))
+    return lanes
 
 
 def load(lanes: Sequence[BucketLane], buffer: Tensor) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -126,10 +122,9 @@ class StreamedBucket:
         self._lanes = [(n, torch.cat(s).to(device) if s else None) for n, s in zip(lanes, spans_L, strict=True)]
         kept = [carry and Memory(carry.kept, carry.kept, carry.mean) for carry in carries]
         self._memories = kept if any(carries) else None  # programs find a place for what is left
-        starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
-        gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         # What the first lane remembers, and where other lanes lie in it.
-        self._forgets = (kept[0][0], torch.cat(gaps).to(device)) if gaps and kept[0] else None
+        gaps = [torch.arange(*gap) for gap in carries[0].gaps] if carries[0] else []
+        self._forgets = (kept[0][0], torch.cat(gaps).to(device)) if gaps else None
         self._note = functools.partial(tally.note, key, device, self._program.count)
 
     def __call__(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:

@@ -24,12 +24,10 @@ from thinwire.integrations.choice.options import (
     CodecLike,
     SharedKeywords,
     Weigh,
-    check_kind,
     framework_options,
 )
-from thinwire.integrations.ddp import DDPState, compress_ddp
-from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.fsdp.torch_internals import groups_of
+from thinwire.integrations.ddp import DDPState
+from thinwire.integrations.fsdp import FSDPState, compress_wrapped
 from thinwire.log import announce_once
 
 if typing.TYPE_CHECKING:
@@ -74,6 +72,8 @@ class Compress(Callback):
         measure_every, on_nonfinite, inside. `optimizer` is the Trainer's own unless you pass another.
     """
 
+    state_key = "thinwire"  # the name of the state in a checkpoint
+
     def __init__(
         self,
         codec: CodecChoice = "int8",
@@ -95,11 +95,6 @@ class Compress(Callback):
         self._failed = False
         self._saved: Mapping[str, Any] | None = None  # loaded from a checkpoint before the model was wrapped
         self._logged = -1  # the step that was logged last
-
-    @property
-    def state_key(self) -> str:
-        """The name of the state in a checkpoint."""
-        return "thinwire"
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Forget the last run when a new one begins."""
@@ -124,27 +119,22 @@ class Compress(Callback):
         self._saved = None
 
     def _compress(self, trainer: "Trainer") -> Handle | None:
-        model: Any = trainer.model
         strategy = type(trainer.strategy).__name__
         optimizers: Any = trainer.optimizers
         known = {"optimizer": optimizers} if optimizers and all(isinstance(o, Optimizer) for o in optimizers) else {}
         options: Any = {**known, **self._options}
-        if isinstance(model, DistributedDataParallel):
-            check_kind(options, sharded=False, found=strategy, wanted=_FSDP2)
-            if options.get("mesh") == "nodes":
-                shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
-                options["mesh"] = init_device_mesh(trainer.strategy.root_device.type, shape)
-            return compress_ddp(model, self._codec, **options)
-        if isinstance(model, nn.Module) and groups_of(model):
-            check_kind(options, sharded=True, found=strategy, wanted="strategy='ddp'")
-            return compress_fsdp(model, self._codec, **options)
-        if trainer.world_size == 1:
+        if options.get("mesh") == "nodes" and isinstance(trainer.model, DistributedDataParallel):
+            shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+            options["mesh"] = init_device_mesh(trainer.strategy.root_device.type, shape)
+        handle = compress_wrapped(trainer.model, self._codec, options, strategy, ddp="strategy='ddp'", fsdp=_FSDP2)
+        if handle is None and trainer.world_size > 1:
+            raise CollectiveError(
+                f"Compress expected a model in DistributedDataParallel or sharded by fully_shard, got {strategy} with "
+                f"{type(trainer.model).__name__}: use strategy='ddp', or {_FSDP2}"
+            )
+        if handle is None:
             announce_once(f"{strategy} has only one rank: there is nothing to compress")
-            return None
-        raise CollectiveError(
-            f"Compress expected a model in DistributedDataParallel or sharded by fully_shard, got {strategy} with "
-            f"{type(model).__name__}: use strategy='ddp', or {_FSDP2}"
-        )
+        return handle
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: "LightningModule", optimizer: Optimizer) -> None:
         """Log what was sent, under the step number that Lightning's own metrics have."""

@@ -37,13 +37,13 @@ class ParameterSize(NamedTuple):
 
 
 class ParameterNames:
-    """Parameters' names in a model, or numbers in the order in which DDP brings them: the same in every run."""
+    """Parameters' names in a model, or numbers in the order in which DDP passes them: the same in every run."""
 
     def __init__(self, find: Callable[[Tensor], str | None] | None = None) -> None:
         self._find = find  # names tensors that `put` was not given
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
         self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
-        self.frozen_travel = True  # whether DDP may bring gradients of those, too
+        self.frozen_travel = True  # whether DDP may pass gradients of those, too
         self.from_model = False  # whether any name was put here
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
@@ -74,34 +74,28 @@ class ParameterNames:
         return name
 
     def of(self, parameters: Sequence[Tensor]) -> tuple[Names, list[torch.Size]]:
-        """Names and shapes of a bucket's parameters; cached, since DDP brings the same at every step."""
+        """Names and shapes of a bucket's parameters; cached, since DDP passes the same at every step."""
         key = tuple(map(id, parameters))
         found = self._known.get(key)
         if found is None or found[0]() is not parameters[0]:
-            names = tuple(self._name(parameter) for parameter in parameters)
+            # DDP passes the same parameters in the same order at the first step of every run.
+            numbered: Any = self._names.setdefault
+            names = tuple(self.get(p) or numbered(p, f"parameter {len(self._names)}") for p in parameters)
             found = self._known[key] = weakref.ref(parameters[0]), names, [p.shape for p in parameters]
         return found[1:]
-
-    def _name(self, parameter: Tensor) -> str:
-        """DDP brings the same parameters in the same order at the first step of every run."""
-        name = self.get(parameter)
-        if name is None:
-            name = self._names[parameter] = f"parameter {len(self._names)}"
-        return name
 
 
 def find_ddp(given: object) -> DistributedDataParallel:
     """The only DDP model in `given`; raises an error that says what it is instead."""
-    found = _modules(given, DistributedDataParallel)
-    if len(found) == 1:
-        model: DistributedDataParallel = found[0]
-        return model
-    if found:
+    found: list[DistributedDataParallel] = _modules(given, DistributedDataParallel)
+    if not found:
+        raise CollectiveError(f"expected a torch.nn.parallel.DistributedDataParallel, got {describe(given)}")
+    if len(found) > 1:
         raise CollectiveError(
             f"expected one DistributedDataParallel model, {type(given).__name__} holds {len(found)}: compress them "
             "one by one"
         )
-    raise CollectiveError(f"expected a torch.nn.parallel.DistributedDataParallel, got {describe(given)}")
+    return found[0]
 
 
 def describe(given: object) -> str:

@@ -44,12 +44,12 @@ class Stats:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than uncompressed."""
+        """Bytes of the uncompressed gradients per byte sent."""
         return self.bytes_plain / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that did not travel."""
+        """Uncompressed bytes minus bytes sent."""
         return self.bytes_plain - self.bytes_sent
 
     def as_dict(self) -> dict[str, float | str]:

@@ -284,7 +284,7 @@ class NonfiniteGuard:
             return
         what = "a sum over ranks overflowed"
         if first < len(names):
-            what = f"the gradient of {names[first]} on rank {rank} holds NaN or Inf, the first that backward brought"
+            what = f"the gradient of {names[first]} on rank {rank} holds NaN or Inf, the first that backward computed"
         raise NonfiniteError(
             f"step {step}: {what}. Look for its origin with torch.autograd.set_detect_anomaly(True), or pass "
             "on_nonfinite='propagate' and skip steps whose gradient norm is not finite"

@@ -154,7 +154,10 @@ class WeightPublisher:
         """
         found, tied, self._part = _published(_state(self._model, self._names), self._dtype)
         manifest = Manifest(tuple(found), tied)
-        new = [_joined([found[piece] for piece in pieces], pieces[0].dtype) for pieces in manifest.segments()]
+        new = []
+        for pieces in manifest.segments():
+            flat = [found[piece].reshape(-1).to(DTYPES[piece.dtype]) for piece in pieces]
+            new.append(torch.cat(flat) if len(flat) > 1 else flat[0].clone())
         is_new = not self.version or manifest != self._manifest
         body = _snapshot_body(manifest, new) if is_new else b"".join(map(_difference, new, self._base))
         message = self._message(_SNAPSHOT if is_new else _UPDATE, self.version + 1, manifest, body)
@@ -414,11 +417,6 @@ def _shard(name: str, value: Any) -> tuple[_Part | None, Tensor, tuple[int, ...]
     part = _Part(at[axis], parts, all(at[other] == 0 for other in others))
     first = min(-(-value.shape[cut] // parts) * part.number, value.shape[cut])
     return part, local.detach(), tuple(first if dim == cut else 0 for dim in range(value.dim()))
-
-
-def _joined(values: Sequence[Tensor], dtype: str) -> Tensor:
-    flat = [value.detach().reshape(-1).to(DTYPES[dtype]) for value in values]
-    return torch.cat(flat) if len(flat) > 1 else flat[0].clone()
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

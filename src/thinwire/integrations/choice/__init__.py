@@ -1,7 +1,7 @@
 """Which codec and feedback every parameter has at a step.
 
 `Policy` is the one place that decides: a pure function of the options and of what ranks have agreed on.
-`Chooser` brings that agreement about: it times codecs, sums errors over ranks and notes optimizers. All ranks decide
+`Chooser` makes ranks agree: it times codecs, sums errors over ranks and notes optimizers. All ranks decide
 alike, because they use the same step numbers and sums over ranks, never their own measurements.
 
 options.py: what the user asked for. auto.py: what "auto" and "auto:2.5" make of measurements. moments.py: which
@@ -180,8 +180,11 @@ class Chooser:
             self._deal_bits(errors, last.budget, agree)
         news = self._agree_on_family(step, agree) if self.moments.watching and step > 0 else ""
         if step > 0 and self.policy.weighs:
-            found = self._agree_on_moments(agree)
-            news = news or found
+            self.moments.look(self._names.tensors(), agree)
+            given_up = self.moments.settled and not self.moments.shared
+            self._update(shared=None if given_up else self.moments.shared)
+            if given_up and not news:
+                news = "gradients are not weighed by second moments: not all ranks have the same"
         choice = self.policy.options.choice_at(step)
         if choice != last.choice:  # measurements under another entry of the schedule do not count
             self.race = None
@@ -241,12 +244,6 @@ class Chooser:
                 f"{_MAX_WAIT} steps at most: pass optimizer= to begin at once"
             )
         return ""
-
-    def _agree_on_moments(self, agree: Agree) -> str:
-        self.moments.look(self._names.tensors(), agree)
-        given_up = self.moments.settled and not self.moments.shared
-        self._update(shared=None if given_up else self.moments.shared)
-        return "gradients are not weighed by second moments: not all ranks have the same" if given_up else ""
 
     def _run_race(self, agree: Agree) -> str:
         if self.policy.fastest is None and self.race is None:

@@ -64,13 +64,6 @@ class Moments:
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def _search(self, parameters: Mapping[str, Tensor]) -> None:
-        """Find the optimizers of a resumed run before they step: they have their moments already."""
-        mine = {id(parameter) for parameter in parameters.values()}
-        for found in live_objects(Optimizer):
-            if any(id(parameter) in mine for group in found.param_groups for parameter in group["params"]):
-                self.saw(found)
-
     @property
     def expected(self) -> bool:
         """Whether an optimizer is known that keeps moments."""
@@ -93,8 +86,11 @@ class Moments:
         again = self.uneven and bool(self.shared)
         if not again and (self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0):
             return
-        if self._tried == 1 and not self.expected:
-            self._search(parameters)
+        if self._tried == 1 and not self.expected:  # the optimizers of a resumed run have moments before they step
+            mine = {id(parameter) for parameter in parameters.values()}
+            for optimizer in live_objects(Optimizer):
+                if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+                    self.saw(optimizer)
         names = sorted(parameters)
         found = [self._of(parameters[name]) for name in names]
         peaks = [-1.0 if moment is None else float(moment.max()) for moment in found]
@@ -106,7 +102,7 @@ class Moments:
             self._tried = _TRIES[-1]
 
     def forget(self) -> None:
-        """Look anew for moments that all ranks have."""
+        """Search again for moments that all ranks have."""
         self.shared = frozenset()
         self._tried = 0
 

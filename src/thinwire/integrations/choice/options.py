@@ -123,7 +123,7 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
 
 FAMILIES = ("linear", "adaptive", "muon")  # among several optimizers, the last family in this order decides
 _WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
-_LINEAR = ("SGD", "ASGD")  # steps are linear in the gradient: an error that feedback adds back later is made up for
+_LINEAR = ("SGD", "ASGD")  # steps are linear in the gradient: what feedback adds back later makes up for an error
 
 
 def family(optimizer: object) -> str:
@@ -321,13 +321,6 @@ def framework_options(codec: CodecChoice, options: Mapping[str, Any], **by_model
     check_known("compress_ddp", DDPKeywords, rest)
     DDPOptions(codec, **rest)
     return found
-
-
-def check_kind(options: Mapping[str, Any], *, sharded: bool, found: str, wanted: str) -> None:
-    """Raise if options of compress_ddp alone were passed for an FSDP2 model, or the other way round."""
-    others = ("weigh", "algorithm", "mesh") if sharded else ("weights", "replica")
-    if named := " and ".join(f"{name}=" for name in others if name in options):
-        raise CollectiveError(f"{named} requires {wanted}; got {found}: leave {named} out")
 
 
 def codec_of_weights(weights: CodecLike) -> Weights:

@@ -14,6 +14,8 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
@@ -32,6 +34,7 @@ from thinwire.integrations.choice.options import (
     codec_of_weights,
     spelled_out,
 )
+from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import checkpoint
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync, announce_plain
 from thinwire.integrations.fsdp.torch_internals import (
@@ -60,8 +63,10 @@ class FSDPState(Handle):
         names = _names_of(groups)
         options.rules.check_names([parameter.name for group in groups for parameter in group.parameters()])
         self._chooser = Chooser(options, names)
-        if any(group.is_replicated for group in groups):
-            self._sync = ShardSync(self._chooser, timed=True)  # over replicas
+        replicated = any(group.is_replicated for group in groups)
+        self._sync = self._shards = ShardSync(self._chooser, timed=replicated)  # over replicas, if there are any
+        self._syncs = {"shards": self._shards}
+        if replicated:
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
             # A rule that compresses nothing between nodes holds inside them, too.
@@ -70,9 +75,6 @@ class FSDPState(Handle):
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             self._shards = ShardSync(Chooser(fixed, ParameterNames()))
             self._syncs = {"shards": self._shards, "replicas": self._sync}
-        else:
-            self._sync = self._shards = ShardSync(self._chooser)
-            self._syncs = {"shards": self._shards}
         self._model: nn.Module | None = None  # until a step has shown that all of it is compressed
         self._expected: list[ShardedParameter] = []  # whose gradients are reduced next
         self._gatherers: list[Gatherer] = []
@@ -137,7 +139,7 @@ class FSDPState(Handle):
             )
 
     def _check_finite(self, guard: NonfiniteGuard) -> None:
-        """Raise on all ranks if this backward pass brought NaN or Inf to any; once per pass."""
+        """Raise on all ranks if this backward pass gave any of them NaN or Inf; once per pass."""
         if not guard.looked:
             return
         held = [parameter for group in self._groups for parameter in group.parameters()]
@@ -160,7 +162,11 @@ class FSDPState(Handle):
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
-        wait_in(group, self._sync.average(_with_padding(parameters, gradients), gradients, group), gradients)
+        """Average this rank's parts, each followed by its padding."""
+        parts = [[(p.name, p.shape, p.held), (PADDING + p.name, p.shape, p.numel - p.held)] for p in parameters]
+        names, shapes, numels = zip(*[one for both in parts for one in both if one[2]], strict=True)
+        padded = GradientSet(names, shapes, gradients, numels=numels)
+        wait_in(group, self._sync.average(padded, gradients, group), gradients)
 
     def stats(self) -> Stats:
         """What compression has done on this rank, for gradients and weights; `print` shows a table."""
@@ -182,8 +188,9 @@ class FSDPState(Handle):
         gather: the first rank gets one state of all ranks, which all ranks can load, and the others an empty one.
             Call it on every rank.
         """
-        own = self._layout.export(self._steps)
-        return self._layout.gather(own) if gather else own
+        layout = self._layout()
+        own = layout.export()
+        return layout.gather(own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint to fill in place.
@@ -191,7 +198,8 @@ class FSDPState(Handle):
         It has room for what this rank needs from `world` ranks: those of the shards or, with replicas, of the replicas.
         """
         self._chooser.check_family("compress_fsdp")
-        return self._layout.export(self._steps, self._layout.world if world is None else world)
+        layout = self._layout()
+        return layout.export(layout.world if world is None else world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
@@ -200,17 +208,10 @@ class FSDPState(Handle):
 
         In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        steps = self._layout.load(state)
-        for name, sync in self._syncs.items():
-            sync.continue_from(steps[name])
+        self._layout().load(state)
 
-    @property
-    def _steps(self) -> dict[str, int]:
-        return {name: sync.step for name, sync in self._syncs.items()}
-
-    @property
     def _layout(self) -> checkpoint.ShardLayout:
-        return checkpoint.ShardLayout(self._groups, self._sync, self._gatherers)
+        return checkpoint.ShardLayout(self._groups, self._syncs, self._gatherers)
 
     def close(self) -> None:
         """Return to plain FSDP2 and drop all residuals. `compress_fsdp` may be called again."""
@@ -231,15 +232,6 @@ def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
         if held.requires_grad:
             names.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
     return names
-
-
-def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
-    """The gradients of this rank's parts, each followed by its padding."""
-    found = []
-    for p in parameters:
-        found += [(p.name, p.shape, p.held), (PADDING + p.name, p.shape, p.numel - p.held)]
-    names, shapes, numels = zip(*[part for part in found if part[2]], strict=True)
-    return GradientSet(names, shapes, gradients, numels=numels)
 
 
 @spelled_out
@@ -312,3 +304,23 @@ def compress_fsdp(
             stacklevel=2,
         )
     return state
+
+
+def compress_wrapped(
+    model: Any, codec: CodecChoice, options: Mapping[str, Any], found: str, *, ddp: str, fsdp: str
+) -> DDPState | FSDPState | None:
+    """Compress a model that a framework has wrapped or sharded; None if it has done neither.
+
+    For errors about options of the other function: what was `found`, and how to get a model in `ddp` or `fsdp`.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    for compress, kind, others, wanted in (
+        (compress_ddp, DistributedDataParallel, ("weights", "replica"), fsdp),
+        (compress_fsdp, FSDPModule, ("weigh", "algorithm", "mesh"), ddp),
+    ):
+        if any(isinstance(module, kind) for module in modules):
+            if named := " and ".join(f"{name}=" for name in others if name in options):
+                raise CollectiveError(f"{named} requires {wanted}; got {found}: leave {named} out")
+            handle: DDPState | FSDPState = compress(model, codec, **options)
+            return handle
+    return None

@@ -23,22 +23,26 @@ from torch.distributed.tensor import DTensor
 from thinwire import feedback, schema
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.fsdp.rows import Gatherer, row_name
+from thinwire.integrations.fsdp.rows import Gatherer, ShardSync, row_name
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup
-from thinwire.integrations.sync import GradientSync
 
 Parts = Mapping[str, Tensor]
-Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
 
 class ShardLayout:
-    """Which ranks remember what of one model, and the form in which a state holds it."""
+    """Which ranks remember what of one model, and the form in which a state holds it.
 
-    def __init__(self, groups: Sequence[ParameterGroup], sync: GradientSync, gatherers: Sequence[Gatherer]) -> None:
-        self._sync = sync
+    syncs: sums over "shards" and, if there are any, over "replicas"; memories are those of the last one.
+    """
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], syncs: Mapping[str, ShardSync], gatherers: Sequence[Gatherer]
+    ) -> None:
+        self._syncs = syncs
+        self._replicated = "replicas" in syncs
+        self._sync = syncs["replicas" if self._replicated else "shards"]
         self._gatherers = gatherers
         self._parameters = {p.name: p for group in groups for p in group.parameters()}
-        self._replicated = any(group.is_replicated for group in groups)
         members = [group.replicas if self._replicated else group.shards for group in groups]
         found = {tuple(dist.get_process_group_ranks(member)) for member in members if member is not None}
         if len(found) > 1:
@@ -56,7 +60,7 @@ class ShardLayout:
     def _key(self, rank: int) -> str:
         return f"{rank}{self._column}"
 
-    def export(self, steps: Steps, world: int | None = None) -> dict[str, Any]:
+    def export(self, world: int | None = None) -> dict[str, Any]:
         """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
         memories = self._sync.memories
         remembered = self._sync.chooser.policy.remembered(self._sync.chooser.sizes)
@@ -65,7 +69,7 @@ class ShardLayout:
         saved = functools.partial(self._saved, remembered)
         return {
             **checkpoint.common_of(self._sync, self._rank, self.world, world, saved, self._key),
-            "steps": dict(steps),
+            "steps": {name: sync.step for name, sync in self._syncs.items()},
             "replicated": self._replicated,
             "mean": {name: self._parameters[name].shard(part) for name, part in means.items()},
             "replica": {name: shard for gatherer in self._gatherers for name, shard in gatherer.state().items()},
@@ -140,8 +144,8 @@ class ShardLayout:
         return lambda field, v: shard(field, v.to_local()) if isinstance(v, DTensor) else whole(field, v)
 
     @schema.reading()
-    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Load a state on this rank, its own or those of all ranks. Returns the steps to continue with."""
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Load a state on this rank, its own or those of all ranks."""
         states = list(state) if isinstance(state, Sequence) else [state]
         head = schema.head_of(states, checkpoint.VERSION, "steps")
         schema.FLAG("replicated", head["replicated"])
@@ -150,14 +154,12 @@ class ShardLayout:
                 "load_state_dict: states with and without replicas of shards remember different things: load it into "
                 "a model on a mesh of as many dimensions"
             )
-        step = "replicas" if self._replicated else "shards"
         known = schema.field("a parameter of this model", lambda v: isinstance(v, str) and v in self._parameters)
         sharded = schema.each(known, self._numbers)
         rules = {
-            **checkpoint.COMMON,
+            **checkpoint.common_rules(known),
             "ranks": schema.each(schema.TEXT, lambda _: schema.MAPPING),
-            "errors": checkpoint.errors_of(known),
-            "steps": schema.fields(dict.fromkeys(("shards", step), schema.STEPS)),
+            "steps": schema.fields(dict.fromkeys(self._syncs, schema.STEPS)),
             "gathered": schema.FLAG,
             "sent": schema.pairs(schema.TEXT, schema.STEPS),
         }
@@ -181,8 +183,10 @@ class ShardLayout:
         means = {name: self._parameters[name].part(shard) for name, shard in mine["mean"].items()}
         if self._replicated:  # without the padding, which is there where rows are summed
             means = {name: part[: self._parameters[name].held] for name, part in means.items()}
-        spread, sent, steps = self._spread(residuals), dict(head["sent"]), dict(head["steps"])
-        self._sync.load(head, steps[step], spread, means, own)  # from here on nothing fails
+        spread, sent = self._spread(residuals), dict(head["sent"])
+        steps = {sync: int(head["steps"][name]) for name, sync in self._syncs.items()}
+        self._sync.load(head, steps[self._sync], spread, means, own)  # from here on nothing fails
         for gatherer in self._gatherers:
             gatherer.load(mine["replica"], sent.get(gatherer.name, 0))
-        return steps
+        for sync, step in steps.items():
+            sync.continue_from(step)

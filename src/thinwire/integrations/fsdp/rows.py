@@ -159,11 +159,12 @@ class ShardSync(GradientSync):
         if rows.message is None:
             self.tally.sent(rows.plain_bytes)
             return False
-        as_program = rows.message.program is not None and not self.chooser.measuring
-        hooks = None if as_program else self._hooks(rows, input.device, group.size())
-        note = self.tally.note("rows", input.device) if as_program else None
-        given, result = input.view(group.size(), -1), output.view(1, -1)
-        rows.program.send(result, given, self._step, hooks, note)
+        hooks = note = None
+        if rows.message.program is not None and not self.chooser.measuring:
+            note = self.tally.note("rows", input.device)
+        else:
+            hooks = self._hooks(rows, input.device, group.size())
+        rows.program.send(output.view(1, -1), input.view(group.size(), -1), self._step, hooks, note)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
 
@@ -171,10 +172,9 @@ class ShardSync(GradientSync):
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
     ) -> BucketPlan:
         world = group.size()
-        sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]
-        specs = [self._spec(name, size, whole=False) for name, size in zip(names, sizes, strict=True)]
+        specs = [self._spec(p.name, ParameterSize(p.shape, p.numel, like.dtype), whole=False) for p in parameters]
         found = lanes.lanes_of(names, specs, whole=True)
-        width = sum(parameter.numel for parameter in parameters)
+        width = sum(p.numel for p in parameters)
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
             return BucketPlan(found, width, plain_bytes)
@@ -213,7 +213,7 @@ class Gatherer:
         self.differences = differences and codec != EXACT  # rounded ones, whose copy a checkpoint holds
         self.copy = feedback.RowCopy()  # all ranks' rows, as gathered last
         self.sent = 0  # gathers of differences; the first was exact
-        self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather brings the others'
+        self._loaded: Tensor | None = None  # this rank's row of a loaded copy; the next gather completes it
         self._columns: dict[object, Columns] = {}
 
     @functools.cached_property
@@ -304,23 +304,19 @@ class Gatherer:
     def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, step: int) -> int:
         key = input.dtype, input.device, group.group_name
         if key not in self._columns:
-            self._columns[key] = self._new_columns(input, group)
+            assert isinstance(self._codec, Codec)
+            codecs = [self._rules.codec_of(p.name, p.shape, input.dtype, self._codec) for p in self._parameters]
+            specs = [LaneSpec(p.numel, codec, codec) for p, codec in zip(self._parameters, codecs, strict=True)]
+            found = lanes.lanes_of([p.name for p in self._parameters], specs, whole=True)
+            message = RowMessage([lane.spec for lane in found], input, group)
+            self._columns[key] = Columns(found, self._width, input, message)
         columns = self._columns[key]
         columns.send(output.view(group.size(), -1), input.view(1, -1), step)
         return columns.message.sent_bytes
 
-    def _new_columns(self, like: Tensor, group: dist.ProcessGroup) -> Columns:
-        specs = []
-        assert isinstance(self._codec, Codec)
-        for parameter in self._parameters:
-            codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
-            specs.append(LaneSpec(parameter.numel, codec, codec))
-        found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
-        return Columns(found, self._width, like, RowMessage([lane.spec for lane in found], like, group))
-
 
 class ExactGather(Operation):
-    """Bring `copy` up to all ranks' rows: see [Note: Exact weights]. A chunk is a piece."""
+    """Updates `copy` to the present rows of all ranks: see [Note: Exact weights]. A chunk is a piece."""
 
     def __init__(self, call: IssuedCall, row: Tensor, copy: Tensor, pieces: Sequence[int]) -> None:
         super().__init__(call, len(pieces), [Flat([copy])], [Flat([row])])
@@ -344,15 +340,10 @@ class ExactGather(Operation):
         self.plain += own.nbytes == new.nbytes
         wires_W[rank] = new.view(torch.uint8)
         for wire, old in zip(wires_W, old_W, strict=True):
-            _update(old, wire)
-
-
-def _update(old: Tensor, wire: Tensor) -> None:
-    """Apply a wire of `_difference` to the numbers it was made against."""
-    if wire.nbytes == old.nbytes:
-        old.view(torch.uint8).copy_(wire)
-    elif wire.nbytes:
-        old.copy_(exact.decode(wire, old))
+            if wire.nbytes == old.nbytes:
+                old.view(torch.uint8).copy_(wire)
+            elif wire.nbytes:
+                old.copy_(exact.decode(wire, old))
 
 
 def _difference(new: Tensor, old: Tensor) -> Tensor:

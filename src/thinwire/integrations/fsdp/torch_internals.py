@@ -133,20 +133,19 @@ class ParameterGroup:
         given = self._group.fsdp_params if sources is None else sources
         key = tuple(map(id, given))
         if key not in self._found:
-            self._found[key] = [self._parameter(source) for source in given]
+            self._found[key] = [
+                ShardedParameter(
+                    name=f"{self._names.get(id(at.module), '')}.{at.param_name}".removeprefix("."),
+                    shape=source._orig_size,
+                    numel=source.padded_sharded_param_size.numel(),
+                    held=source.sharded_size.numel(),
+                    in_tensor_parallel=source.is_dtensor,
+                    source=source,
+                )
+                for source in given
+                for at in [source._module_info]
+            ]
         return self._found[key]
-
-    def _parameter(self, source: Any) -> ShardedParameter:
-        module = source._module_info.module
-        attribute = source._module_info.param_name
-        return ShardedParameter(
-            name=f"{self._names.get(id(module), '')}.{attribute}".removeprefix("."),
-            shape=source._orig_size,
-            numel=source.padded_sharded_param_size.numel(),
-            held=source.sharded_size.numel(),
-            in_tensor_parallel=source.is_dtensor,
-            source=source,
-        )
 
     @property
     def is_resharded(self) -> bool:
