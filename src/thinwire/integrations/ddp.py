@@ -132,9 +132,8 @@ class DDPState(Handle):
 
         def check() -> None:
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
-            if bool(found.all()):  # as on all ranks, which have the same means
-                return
-            guard.compare(step, (group,), True, found.device)
+            if not bool(found.all()):  # as on all ranks, which have the same means
+                guard.compare(step, (group,), True, found.device)
 
         if not after_backward(check):  # under Join, a rank without data averages zeros outside a backward pass
             for buffer, future in means:

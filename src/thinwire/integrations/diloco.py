@@ -2,9 +2,10 @@
 
     diloco = thinwire.DiLoCo(model, optimizer, every=30)     # the rest of the loop stays as it is
 
-Every rank, or every site of several, has a copy of the outer parameters. Every `every` optimizer steps the difference
-between them and its own parameters, the outer gradient, is averaged over the ranks. The outer optimizer steps with it,
-identically on every rank, and the rank continues from the result. Averages travel like DDP's gradients (sync.py).
+Every rank, or every site of several ranks, has a copy of the outer parameters. Every `every` optimizer steps the
+difference between them and its own parameters, the outer gradient, is averaged over the ranks. The outer optimizer
+steps with it, identically on every rank, and the rank continues from the result. Averages travel like DDP's gradients
+(sync.py).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What ranks find out together: every message of this room.
+"""What ranks compute together: all communication of qat/.
 
 torch promises that all_reduce leaves the same bits on every rank, so what is computed from its results is the same on
 every rank too.

@@ -34,7 +34,7 @@ class QuantizedLayer(nn.Module):
         return "integer_weight" in self._modules
 
     def weight_rows(self) -> Tensor:
-        """The weight as its quantizer takes it: groups run through all that one output is made of."""
+        """The weight as its quantizer takes it: with groups, all weights of an output in one row."""
         return self.weight.flatten(1) if self.weight_quantizer.group else self.weight
 
     def quantized_weight(self) -> Tensor:
@@ -134,7 +134,7 @@ def quantized_layers(model: nn.Module, *, converted: bool) -> dict[str, Quantize
 
 
 def check_model(model: nn.Module, verb: str, sharded: str) -> None:
-    """Refuse what is no module, or is wrapped already; `sharded` is what to say of parameters that are cut."""
+    """Reject what is no module, or is wrapped already; `sharded` is the error text for sharded parameters."""
     if not isinstance(model, nn.Module):
         raise QatTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

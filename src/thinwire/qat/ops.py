@@ -67,7 +67,7 @@ def fake_quantize(
 
 
 def check_grid(quant_min: int, quant_max: int, gradient: Gradient) -> None:
-    """Refuse ranges without two integers, those that fp32 cannot round in, and unknown rules for gradients."""
+    """Reject ranges without two integers, those that fp32 cannot round in, and unknown rules for gradients."""
     if not (isinstance(quant_min, int) and isinstance(quant_max, int)):
         raise QatError(f"quant_min and quant_max must be integers, got {quant_min!r} and {quant_max!r}")
     if quant_min >= quant_max:
@@ -141,7 +141,7 @@ def channels_of(x: Tensor, axis: int | None, group: int) -> int:
 
 
 def check_scale(scale: Tensor) -> None:
-    """Name a scale that no grid can have. On a GPU that would make the host wait: there its channel becomes NaN."""
+    """Raise for a scale that no grid can have; on a GPU, where the host would wait, its channel becomes NaN."""
     if scale.device.type != "cpu":
         return
     good = (scale > 0) & (scale < math.inf) & (1 / scale < math.inf)

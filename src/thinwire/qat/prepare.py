@@ -186,7 +186,7 @@ def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> d
     return bits
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_group(chosen: list[_Found], group: int) -> None:

@@ -1,4 +1,4 @@
-"""What torch.ao observers have seen, kept up without making the host wait, and alike on all ranks.
+"""The ranges of torch.ao observers: updated without making the host wait, and the same on all ranks.
 
 torch's four min/max observers look at their own state on the host in every call. Here they are only the place where a
 range is kept: it is updated, and turned into a scale and a zero point, by tensor operations alone, with torch's

@@ -1,4 +1,4 @@
-"""What became of a model's layers, as a table: bits, scales, and what quantization does to the weights."""
+"""A table of a model's layers: bits, scales, and what quantization does to the weights."""
 
 from dataclasses import dataclass
 from typing import Any
