@@ -851,11 +851,11 @@ def test_misuse_is_refused_by_name_and_leaves_the_group_usable(group: Group, dev
     coalesced, swap = thinwire.all_reduce_coalesced, thinwire.all_to_all_single
     cast = thinwire.broadcast
     by_codec = functools.partial(reduce, algorithm="two_phase")
-    hierarchical = "algorithm='hierarchical' requires a DeviceMesh of two dimensions"
+    hierarchical = "'hierarchical' needs a DeviceMesh of two dimensions"
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: reduce(x, dist.ReduceOp.MAX), "op must be ReduceOp.SUM, AVG or PREMUL_SUM"),
-        (lambda: scatter(x, y, dist.ReduceOp.PRODUCT), "op must be ReduceOp.SUM, AVG or PREMUL_SUM"),
-        (lambda: reduce(x, "sum"), "op must be ReduceOp.SUM, AVG or PREMUL_SUM"),
+        (lambda: reduce(x, dist.ReduceOp.MAX), "op must be SUM, AVG or PREMUL_SUM"),
+        (lambda: scatter(x, y, dist.ReduceOp.PRODUCT), "op must be SUM, AVG or PREMUL_SUM"),
+        (lambda: reduce(x, "sum"), "op must be SUM, AVG or PREMUL_SUM"),
         (lambda: reduce(x, op_of(math.inf)), "PREMUL_SUM needs a finite factor"),
         (lambda: reduce(torch.eye(3).to_sparse()), "all_reduce: expected dense tensors"),
         (lambda: reduce([1.0]), "all_reduce: expected tensors, got list"),

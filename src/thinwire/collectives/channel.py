@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -47,12 +46,6 @@ class IssuedCall:
     step: int | None = None  # None: the group counts
     async_op: bool = False
     most_sent: int = 0  # elements that one rank sends in an exchange that was compared
-
-    def numbers(self) -> tuple[int, tuple[int, ...]]:
-        """The step, and the first of TAGS tags in each group: across nodes, inside a node."""
-        self.site.step = number = self.channel.next_step() if self.step is None else check_step(self.step)
-        fingerprint = zlib.crc32(self.site.text.encode()) ^ number & 0xFFFFFFFF
-        return number, tuple(link.draw_tags(fingerprint) for link in self.channel.transports)
 
 
 class Channel:

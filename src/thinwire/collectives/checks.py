@@ -41,9 +41,7 @@ def reduction(op: Any) -> Reduction:
     if op == SUM or op == dist.ReduceOp.AVG:
         return Reduction("sum" if op == SUM else "avg")
     if op != dist.ReduceOp.PREMUL_SUM:
-        raise CollectiveError(
-            f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others"
-        )
+        raise CollectiveError(f"op must be SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others")
     factor = op.__getstate__()[1] if hasattr(op, "__getstate__") else None
     if isinstance(factor, Tensor) and factor.numel() == 1:
         factor = factor.item()

@@ -9,6 +9,7 @@ straight line.
 
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,30 +172,22 @@ def _exchange(channel: "Channel", size: int) -> Callable[[], object]:
     return call
 
 
-def _missing(points: Points, wanted: int) -> list[int]:
-    """Sizes to measure so that `wanted` is at most twice as large as one of them; none once calls take long enough."""
-    largest, seconds = points[-1] if points else (0, 0.0)
-    if largest and (wanted <= 2 * largest or (seconds > _ENOUGH_S and largest > _SIZES[0])):
-        return []
-    sizes = [size for size in _SIZES if size <= wanted] or [_SIZES[0]]
-    top = min(wanted, _SIZES[-1])
-    if top > 2 * sizes[-1]:
-        sizes.append(top)
-    return [size for size in sizes if size > largest]
-
-
 def _extended(channel: "Channel", curves: Curves, wanted: int, calls: Mapping[str, Prepare]) -> Curves:
-    """Extend curves to `wanted`: time the calls in turn at rising sizes. Agreed times decide alike on all ranks."""
+    """Extend curves until `wanted` is at most twice a measured size, or calls take long enough.
+
+    The calls are timed in turn at rising sizes. Agreed times decide alike on all ranks.
+    """
     points = {name: list(row) for name, row in curves.items()}
-    slowest = max((row[-1][1] for row in points.values() if row), default=0.0)
-    for size in _missing(max(curves.values(), key=lambda row: row[-1][1] if row else 0.0), wanted):
+    largest, slowest = max((row[-1] for row in points.values() if row), key=operator.itemgetter(1), default=(0, 0.0))
+    sizes = [size for size in _SIZES if size <= wanted] or [_SIZES[0]]
+    for size in (*sizes, min(wanted, _SIZES[-1])):
+        if largest and (size <= largest or wanted <= 2 * largest or (slowest > _ENOUGH_S and largest > _SIZES[0])):
+            continue
         ready = {name: prepare(size) for name, prepare in calls.items()}
         rounds = 2 if slowest > _ENOUGH_S / 8 else _ROUNDS
         for name, seconds in _timed(channel, ready, rounds).items():
             points[name].append((size, seconds))
-        slowest = max(row[-1][1] for row in points.values())
-        if slowest > _ENOUGH_S and size > _SIZES[0]:
-            break
+        largest, slowest = size, max(row[-1][1] for row in points.values())
     return {name: _leveled(row) for name, row in points.items()}
 
 

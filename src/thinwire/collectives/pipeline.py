@@ -15,6 +15,7 @@ is done, and overlap their parts in an order of their own (operations.py, [Note:
 """
 
 import contextlib
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.checks import check_step
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Flat, Scratch, aligned
 from thinwire.collectives.peers import CallSite, Failures
 from thinwire.collectives.transport import Moving, Stages
@@ -53,7 +55,10 @@ class Operation:
         self, call: "IssuedCall", num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()
     ) -> None:
         self._link = call.channel.transport
-        self._step, self._tags = call.numbers()
+        self._step = call.site.step = call.channel.next_step() if call.step is None else check_step(call.step)
+        fingerprint = zlib.crc32(call.site.text.encode()) ^ self._step & 0xFFFFFFFF
+        # The first of TAGS tags in each group: across nodes, inside a node.
+        self._tags = tuple(link.draw_tags(fingerprint) for link in call.channel.transports)
         self.num_chunks = num_chunks
         self.chunk_bytes = call.plan.chunk_bytes
         self.scratch_bytes = call.plan.scratch_bytes

@@ -214,9 +214,7 @@ def plan_call(
     if algorithm == "plain":
         if key.dtype not in _GLOO_DTYPES and not all(n.on_stream for n in links):  # torch would fail halfway
             known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
-            raise CollectiveError(
-                f"gloo takes {known}, got {key.dtype}: convert the tensor, or copy its view(torch.uint8)"
-            )
+            raise CollectiveError(f"gloo takes {known}, got {key.dtype}: convert it, or copy its view(torch.uint8)")
         return plain
     across = None if mesh is None else (codecs[-1], codecs[-1])
     lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
@@ -250,9 +248,7 @@ def _check_mesh(key: PlanKey, mesh: DeviceMesh | None) -> None:
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
     if key.algorithm in (("hierarchical",) if mesh is None else ("one_shot", "two_phase")):
-        raise CollectiveError(
-            "algorithm='hierarchical' requires a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group"
-        )
+        raise CollectiveError("'hierarchical' needs a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' a group")
     if len(key.codecs) == 2 and mesh is None:
         pair = tuple(map(str, key.codecs))
         raise CollectiveError(f"a pair of codecs requires algorithm='hierarchical', got {pair} for {key.algorithm!r}")

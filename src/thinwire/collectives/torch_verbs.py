@@ -78,8 +78,8 @@ def reduce_scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:
     reduction = call.plan.reduction
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = reduction.torch_op if by_torch else SUM
-    left = None if by_torch else reduction
-    return _start(call, group_reduce_scatter, [output], _row([input]), options, reduction=left)
+    sent, left = _row([input]), None if by_torch else reduction
+    return _start(call, group_reduce_scatter, [output], sent, options, reduction=left)
 
 
 def all_gather(call: IssuedCall, parts: Sequence[Tensor]) -> Work | None:

@@ -277,9 +277,7 @@ class PairTransport(Transport):
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
         if self.has_checksums:
-            raise CollectiveError(
-                "checksums need a named sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG"
-            )
+            raise CollectiveError("checksums need a sender: pass src, or unset THINWIRE_CHECKSUM and THINWIRE_DEBUG")
         self.count((), [(0, part)])
         return Moving([self.group.recv_anysource([part], tag)], [None], self._options)
 
