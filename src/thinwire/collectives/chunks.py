@@ -81,16 +81,14 @@ class Chunking:
     def span(self, index: int) -> Span:
         """The elements of chunk `index`; empty past the end."""
         last = self.num_chunks - 1
-        if last == 0:
-            return Span(0, self.numel) if index == 0 else Span(self.numel, self.numel)
         return Span(self._begin(index, last), self._begin(index + 1, last))
 
     def _begin(self, index: int, last: int) -> int:
-        if index > last or not self.edge:
+        if index > last or not last or not self.edge:
             return min(index * self.chunk, self.numel)
         if index == last:
             return (self.numel - self.edge) // self.unit * self.unit
-        return max(0, self.edge + (index - 1) * self.chunk) if index else 0
+        return self.edge + (index - 1) * self.chunk if index else 0
 
 
 def choose_chunking(numel: int, wire_bytes: int, world: int, shards: int = 1, unit: int = 1) -> Chunking:

@@ -8,6 +8,7 @@ there both ends have to call alike, as with torch's own verbs.
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Key
 from thinwire.collectives.peers import CallSite
 from thinwire.collectives.pipeline import broken
-from thinwire.collectives.transport import LostRankError, Messages, Moving, pair_tag
+from thinwire.collectives.transport import PAIR_TAGS, LostRankError, Messages, Moving
 from thinwire.collectives.work import MessageWork, Work
 from thinwire.errors import CollectiveError
 
@@ -142,7 +143,7 @@ def start_transfers(requests: Sequence[P2PRequest], members: dist.ProcessGroup) 
                 f"{verb}: expected another rank of the group's {members.size()}, got {request.peer}, and this is rank "
                 f"{members.rank()}"
             )
-        if not isinstance(request.tag, int) or not 0 <= request.tag < 1 << 29:
+        if not isinstance(request.tag, int) or not 0 <= request.tag < PAIR_TAGS:
             raise CollectiveError(f"a message's tag must be 0..2**29 - 1, got {request.tag!r}")
     channel = channel_of(members, requests[0].tensor.device)
     if channel.failure is not None:
@@ -159,7 +160,8 @@ def _described(named: Any, numel: int, dtype: torch.dtype, coder: Codec | None, 
     kind = "as it is" if coder is None else f"codec={coder}"
     end = f"{kind}, {'to' if sent else 'from'} {'any rank' if peer is None else named(peer)}"
     text = f"{'send' if sent else 'recv'}(numel={numel}, {str(dtype).removeprefix('torch.')}, {end})"
-    return tag if coder is None else pair_tag(f"{tag} {step} {numel} {dtype} {kind}"), text
+    agreed = zlib.crc32(f"{tag} {step} {numel} {dtype} {kind}".encode())
+    return tag if coder is None else PAIR_TAGS + agreed % PAIR_TAGS, text
 
 
 class _Transfer:

@@ -36,8 +36,8 @@ Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it 
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
-_TAGS_FROM = 1 << 30  # below are the user's own tags, and from _PAIR_TAGS on those of messages between two ranks
-_PAIR_TAGS = 1 << 29
+_TAGS_FROM = 1 << 30  # below are the user's own tags, and from PAIR_TAGS on those of messages between two ranks
+PAIR_TAGS = 1 << 29
 _SEQUENCES = 1 << 11  # operations in flight that have tags of their own
 _FINGERPRINTS = 1 << 16  # values of a fingerprint in an operation's tags
 _MIX = 2654435761  # a prime: lengths that differ by less than _FINGERPRINTS - 1 never have the same tags
@@ -165,7 +165,7 @@ class Transport:
         raise NotImplementedError
 
     def send_recv(self, sends: Messages, receives: Messages, tag: int) -> Moving:
-        """Start messages that no third rank knows of: one, or the batch of a caller, under `pair_tag`s."""
+        """Start messages that no third rank knows of: one, or the batch of a caller, under tags from PAIR_TAGS on."""
         return self.exchange(sends, receives, tag)
 
     def recv_any_source(self, part: Tensor, tag: int) -> Moving:
@@ -304,11 +304,6 @@ class PairTransport(Transport):
         for rank in self.others:
             with contextlib.suppress(RuntimeError, CollectiveError):
                 self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
-
-
-def pair_tag(text: str) -> int:
-    """The tag of a message between two ranks, made of all that both ends have to agree on."""
-    return _PAIR_TAGS + zlib.crc32(text.encode()) % _PAIR_TAGS
 
 
 def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:

@@ -374,30 +374,25 @@ def all_to_all_single(
     Example: thinwire.all_to_all_single(received, tokens, codec="int8")
     """
     is_even = output_split_sizes is None and input_split_sizes is None
-    target, source = output, input
-    outputs: Sequence[Tensor] = ()
-    inputs: Sequence[Tensor] = ()
+    target, source, parts = output, input, None
     given = Arguments("all_to_all", (output, input), group, codec, algorithm)
     call = issue_known(given, step) if is_even else None
     if call is None:
         target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
         channel = channel_of(groups.resolve(group), target.device)
         outputs = _parts(target, output_split_sizes, channel.world, "output")
-        inputs = _parts(source, input_split_sizes, channel.world, "input")
-        row = tuple(source.shape[1:])
-        key = PlanKey("all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=row)
-        call = _issue_exchange(channel, key, group, step, outputs, inputs)
+        parts = outputs, _parts(source, input_split_sizes, channel.world, "input")
+        key = PlanKey("all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm)
+        call = _issue_exchange(channel, key._replace(row=tuple(source.shape[1:])), group, step, *parts)
         if is_even and source.numel():
             if call.plan.even is not None:
                 call.plan = replace(call.plan, program=call.plan.even(source.numel() // channel.world))
             remember(call, given)
-    plan = call.plan
     call.outputs, call.async_op = [output], async_op
-    if plan.program is not None and is_even and source.numel():
-        return call.channel.launch(plan.program, (target, source), call)
-    outputs = outputs or _parts(target, None, call.channel.world, "output")
-    inputs = inputs or _parts(source, None, call.channel.world, "input")
-    if not plan.lanes:
+    if call.plan.program is not None and is_even and source.numel():
+        return call.channel.launch(call.plan.program, (target, source), call)
+    outputs, inputs = parts or [_parts(tensor, None, call.channel.world, "") for tensor in (target, source)]
+    if not call.plan.lanes:
         return torch_verbs.all_to_all(call, [target], [source], _numels(outputs, inputs))
     if torch_verbs.overlap(target, source):
         places = [[(part.data_ptr(), part.shape, part.stride()) for part in parts] for parts in (outputs, inputs)]
