@@ -6,9 +6,9 @@ docs/internals/architecture.md lists what a new codec touches.
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import ClassVar, Literal, get_args, get_origin
 
 import torch
@@ -61,7 +61,7 @@ class Codec(ABC):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Length of the wire of `numel` elements. Only `none` depends on `dtype`."""
-        return _recipe(self, numel, dtype).layout.nbytes
+        return self._recipe(numel, dtype).layout.nbytes
 
     @ranged("thinwire::encode")
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
@@ -70,7 +70,7 @@ class Codec(ABC):
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
         """
-        recipe = _recipe(self, x.numel(), x.dtype)
+        recipe = self._recipe(x.numel(), x.dtype)
         _check_wire(recipe.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
@@ -96,7 +96,7 @@ class Codec(ABC):
         another step, and a GPU does not read headers. Wires of another codec or length raise WireError. On a GPU, where
         the host does not wait for headers, a header that does not match makes the sum NaN instead.
         """
-        recipe = _recipe(self, out.numel(), out.dtype)
+        recipe = self._recipe(out.numel(), out.dtype)
         rotation = _key_of(recipe, wires_WN, out.device, step)
         direct = out.is_contiguous() and not out.is_neg()
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
@@ -131,7 +131,7 @@ class Codec(ABC):
             raise CodecError(f"codec {self}: sums of its wires are not encoded again; decode_sum them")
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
-        recipe = _recipe(self, numel, dtype)
+        recipe = self._recipe(numel, dtype)
         _check_wire(recipe.layout, wire, wires_WN.device)
         rotation = _key_of(recipe, wires_WN, wires_WN.device, step if trusted else None)
         dither = recipe.keys(step, hashing.DITHER_RECODE)[1]
@@ -141,16 +141,16 @@ class Codec(ABC):
 
     def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Whether every number of these wires is finite, as a scalar bool tensor. Reads only the scales, if any."""
-        layout = _recipe(self, numel, dtype).layout
+        layout = self._recipe(numel, dtype).layout
         wire.check_wires(layout, wires_WN, wires_WN.device)
         return wire.all_finite(layout, wires_WN)
 
     @cached_property
-    def _recipes(self) -> "dict[tuple[int, torch.dtype], _Recipe]":
-        return {}
+    def _recipe(self) -> "Callable[[int, torch.dtype], _Recipe]":
+        return lru_cache(_MOST_RECIPES)(partial(_recipe, self))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_recipes"}
+        return {name: value for name, value in vars(self).items() if name != "_recipe"}
 
     def _spell(self, name: str, *options: str) -> str:
         """name:option=value,... for the options that differ from their default."""
@@ -183,16 +183,6 @@ class _Recipe:
 
 
 def _recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
-    recipes = codec._recipes
-    found = recipes.get((numel, dtype))
-    if found is None:
-        if len(recipes) >= _MOST_RECIPES:
-            recipes.clear()
-        found = recipes[numel, dtype] = _new_recipe(codec, numel, dtype)
-    return found
-
-
-def _new_recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
     chosen = codec._sized(numel)
     if dtype not in chosen.inputs:
         known = ", ".join(str(d).removeprefix("torch.") for d in chosen.inputs)

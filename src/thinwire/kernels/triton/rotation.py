@@ -34,13 +34,7 @@ def _between(tile, COUNT: tl.constexpr, STEP: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _butterfly(tile, STRIDE: tl.constexpr, T: tl.constexpr):
-    done = ()
-    for i in tl.static_range(T.size):
-        if i % (2 * STRIDE) < STRIDE:
-            done = done + (tile[i] + tile[i + STRIDE],)
-        else:
-            done = done + (tile[i - STRIDE] - tile[i],)
-    return done
+    return [tile[i] + tile[i + STRIDE] if i % (2 * STRIDE) < STRIDE else tile[i - STRIDE] - tile[i] for i in T.each]
 
 
 @triton.jit
