@@ -26,6 +26,7 @@ BLOCK, WORDS, CLASSES = map(tl.constexpr, (EXACT_BLOCK, EXACT_BLOCK // 32, EXACT
 DIRECT, MOST_GAP, ESCAPE = map(tl.constexpr, (EXACT_DIRECT, EXACT_MOST_GAP, MOST_ZEROS))
 ALL_EXPONENTS, ALL_LENGTHS, SOME, UNIT = map(tl.constexpr, (EXPONENTS, LENGTHS, RARE, float(BIT)))
 PART = tl.constexpr(1024)  # numbers, or bytes, that a program works on at once
+UNDONE = tl.constexpr(2048)  # numbers that are added to the base at once: more loads that wait at the same time
 SCRATCH = tl.constexpr((2 * EXACT_BLOCK // 32 + 1) * EXACT_CLASSES + EXACT_BLOCK)  # int64 per program
 LANES = tl.constexpr(32)  # blocks that a program reads
 SHARED = 8, 128  # warps, and registers per thread, of programs that share the blocks of a tensor
@@ -459,11 +460,11 @@ def exact_undo_kernel(blocks, base, out, starts, by_class, scratch, tables, nume
         places = tl.cumsum(count_C, 1) - count_C + (tl.cumsum(total_C, 0) - total_C)[:, None]
         tl.store(_words_of(table), _unsigned(members) | (places.to(tl.int64) << 32))
         tl.debug_barrier()
-        for at in range(0, BLOCK, PART):
-            i = at + tl.arange(0, PART)
+        for at in range(0, BLOCK, UNDONE):
+            i = at + tl.arange(0, UNDONE)
             inside = i < n
             if is_plain:
-                x = tl.zeros((PART,), tl.int32)
+                x = tl.zeros((UNDONE,), tl.int32)
                 for byte in tl.static_range(SIZE):
                     x |= tl.load(blocks + start + i * SIZE + byte, mask=inside, other=0).to(tl.int32) << (8 * byte)
             else:
