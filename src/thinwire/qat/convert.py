@@ -8,7 +8,7 @@ import copy
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.errors import QatError, QatTypeError
 from thinwire.qat.codes import IntegerWeight
@@ -51,16 +51,15 @@ def weight_bytes(model: nn.Module) -> int:
 
     Every tensor counts once, however many layers share it. Converted weights count with their scales and offsets.
     """
-    found = {id(tensor): tensor.nbytes for module in model.modules() for tensor in _weight_of(module)}
+    found: dict[int, int] = {}
+    for module in model.modules():
+        held: list[Any] = []
+        if isinstance(module, QuantizedLayer) and module.converted:
+            held = [module.integer_weight.packed, module.integer_weight.scale, module.integer_weight.offset]
+        elif isinstance(module, tuple(FORMS)):
+            held = [module.weight]
+        found |= {id(tensor): tensor.nbytes for tensor in held if tensor is not None}
     return sum(found.values())
-
-
-def _weight_of(module: nn.Module) -> list[Tensor]:
-    if isinstance(module, QuantizedLayer) and module.converted:
-        weight = module.integer_weight
-        return [weight.packed, weight.scale, *([] if weight.offset is None else [weight.offset])]
-    trained: Any = module
-    return [trained.weight] if isinstance(module, tuple(FORMS)) else []
 
 
 def _integers(name: str, layer: QuantizedLayer) -> IntegerWeight:

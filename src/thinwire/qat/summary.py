@@ -60,20 +60,16 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
     Sharded weights (FSDP2) are gathered for it: then all ranks must call.
     """
     prepared = any(isinstance(module, QuantizedLayer) for module in model.modules())
-    found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            rows.append(_quantized(name, module))
+        elif any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
+            rows.append(Row(name, type(module).__name__, note=_why_not(module, prepared)))
+    found = Summary(rows)
     if not quiet:
         print(found.text())
     return found
-
-
-def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
-    if isinstance(module, LSQ):
-        return []
-    if isinstance(module, QuantizedLayer):
-        return [_quantized(name, module)]
-    if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
-        return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
-    return []
 
 
 def _why_not(module: nn.Module, prepared: bool) -> str:
