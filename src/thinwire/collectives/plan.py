@@ -209,8 +209,14 @@ def plan_call(
         return plain  # exact, whatever the codec
     if mesh is not None or key.algorithm == "two_phase":
         check_recodes(codecs, f"algorithm={'hierarchical' if mesh is not None else key.algorithm!r}")
-    flat = to_choose_from(codecs) if is_sum else ("plain", "compressed")
-    algorithm = _algorithm(key, codecs, numel, flat if mesh is None else ("plain", "hierarchical"), choose)
+    algorithm = key.algorithm
+    if algorithm != "plain":
+        for codec in codecs:
+            codec.wire_bytes(numel, key.dtype)  # raises where the codec does not take the dtype
+    if algorithm == "auto":
+        names = to_choose_from(codecs) if is_sum else ("plain", "compressed")
+        is_exact = numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))
+        algorithm = "plain" if is_exact else choose(codecs, names if mesh is None else ("plain", "hierarchical"))
     if algorithm == "plain":
         if key.dtype not in _GLOO_DTYPES and not all(n.on_stream for n in links):  # torch would fail halfway
             known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
@@ -268,15 +274,3 @@ def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
         return plan
     even = functools.lru_cache(maxsize=1024)(functools.partial(programs.exchange_program, link, lane))
     return replace(plan, program=functools.partial(programs.exchange_uneven, link, lane.codec), even=even)
-
-
-def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Sequence[str], choose: Choose) -> str:
-    """The algorithm of a call; "auto" is the fastest of `names`, or plain where there is nothing to choose."""
-    if key.algorithm == "plain":
-        return "plain"
-    for codec in codecs:
-        codec.wire_bytes(numel, key.dtype)  # raises where the codec does not take the dtype
-    if key.algorithm != "auto":
-        return key.algorithm
-    is_exact = numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))
-    return "plain" if is_exact else choose(codecs, names)

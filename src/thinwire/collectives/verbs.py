@@ -219,13 +219,25 @@ def reduce_scatter_tensor(
     compressed and blocking, and overwrite `input`.
     Example: thinwire.reduce_scatter_tensor(shard, grad, dist.ReduceOp.AVG, codec="int8")
     """
-    if feedback is not None:
-        if async_op or algorithm == "plain":
-            raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
-        _scatter_fed_back(output, input, op, group, codec, step, feedback)
-        return None
-    given = Arguments("reduce_scatter_tensor", (output, input), group, codec, algorithm, (op,))
-    return _call(reduce_scatter_tensor, torch_verbs.reduce_scatter, _scatter, given, step, async_op)
+    name = "reduce_scatter_tensor"
+    if feedback is None:
+        given = Arguments(name, (output, input), group, codec, algorithm, (op,))
+        return _call(reduce_scatter_tensor, torch_verbs.reduce_scatter, _scatter, given, step, async_op)
+    if async_op or algorithm == "plain":
+        raise CollectiveError(f"{name}: calls with feedback are compressed and blocking")
+    target, source = checks.check_tensors((output, input), name, outputs=1, step=step)
+    world, numel = groups.resolve(group).size(), target.numel()
+    if source.numel() != world * numel or not (source.is_contiguous() and target.is_contiguous()):
+        raise CollectiveError(
+            f"{name}: with feedback input and output must be contiguous, and input {world} times as long, got "
+            f"{source.numel()} and {numel} elements"
+        )
+    chosen = checks.codec_for(codec, source.shape)
+    spec = LaneSpec(numel, chosen, chosen, feedback.kind)
+    message = RowMessage([spec], source, group, checks.reduction(op).scale(world))
+    carry = feedback.carry(source.numel(), numel, source.device)
+    message.run([target.view(1, -1)], [source.view(world, -1)], step, Hooks([carry], [None]))
+    return None
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -235,24 +247,6 @@ def _scatter(call: IssuedCall, parts: Sequence[Tensor]) -> Operation:
     target, source = parts
     source = torch_verbs.unstraddled(source, source, target)
     return row_operation(call, [target], [source])
-
-
-def _scatter_fed_back(
-    output: Tensor, input: Tensor, op: Op, group: Group, codec: str | Codec, step: int | None, feedback: RowFeedback
-) -> None:
-    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
-    channel = channel_of(groups.resolve(group), target.device)
-    if source.numel() != channel.world * target.numel() or not (source.is_contiguous() and target.is_contiguous()):
-        raise CollectiveError(
-            f"reduce_scatter_tensor: expected contiguous tensors, the input with {channel.world} times the elements of "
-            f"the output, got {source.numel()} and {target.numel()}"
-        )
-    scale = checks.reduction(op).scale(channel.world)
-    chosen = checks.codec_for(codec, source.shape)
-    spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
-    message = RowMessage([spec], source, group, scale)
-    carry = feedback.carry(source.numel(), target.numel(), source.device)
-    message.run([target.view(1, -1)], [source.view(channel.world, -1)], step, Hooks([carry], [None]))
 
 
 def all_gather_into_tensor(
