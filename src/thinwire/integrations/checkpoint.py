@@ -267,8 +267,7 @@ class Restorer:
         self._wanted = None if layout is None else list(layout)
         self._named = named
         self._passed: list[Names] = []  # DDP's own buckets of this step
-        self._passed_before: list[Names] | None = None
-        self._steps = 0
+        self._earlier: list[list[Names]] = []  # those of the steps before, while restoring
         self._held: dict[str, tuple[torch.Size, Tensor]] = {}
         self._awaiting: list[tuple[Tensor, Future[Tensor], Any]] = []  # DDP's buckets of what is held
 
@@ -290,11 +289,10 @@ class Restorer:
         self._last = passed if self._wanted is None else self._send(self._wanted, passed)
         if self._wanted is not None:
             # Stop restoring once DDP has the restored buckets itself, or has settled on others.
-            settled = set(passed) == set(self._wanted) or self._passed_before not in (None, passed)
-            if settled or self._steps == _RESTORED_STEPS:
+            settled = set(passed) == set(self._wanted) or any(before != passed for before in self._earlier)
+            if settled or len(self._earlier) == _RESTORED_STEPS:
                 self.restore(None)
-            self._passed_before = passed
-            self._steps += 1
+            self._earlier.append(passed)
 
     def _send(self, wanted: Sequence[Names], passed: Sequence[Names]) -> list[Names]:
         """Average what is held in the buckets of the checkpoint, and what these lack in DDP's own; all of them."""
