@@ -230,23 +230,19 @@ def plan_call(
         plan = sum_plan(plain.text, [lane._replace(scattered=several)], links, algorithm, scale)
         if several and plan.program is not None:
             plan = replace(plan, program=functools.partial(programs.coalesced, plan.program))
-    else:
-        plan = _move_plan(key, lane, links[0], scale)
-    return replace(plan, reduction=plain.reduction, source=key.source)
-
-
-def _move_plan(key: PlanKey, lane: LaneSpec, link: Transport, scale: float | None) -> CallPlan:
-    """The plan of a verb other than a sum. `lane` has the elements of the message of all ranks."""
-    total = lane.numel if key.verb == "all_gather" else 0
-    longest = max(key.lengths, default=0) // (link.world if key.kind == "reduce_scatter" else 1)
-    lane = lane._replace(numel=longest)
+        return replace(plan, reduction=plain.reduction)
     if key.kind in ("broadcast", "all_to_all"):
-        check_recodes([lane.codec], key.verb)
+        check_recodes(codecs, key.verb)
+    longest = max(key.lengths, default=0) // (world if key.kind == "reduce_scatter" else 1)
+    lane = lane._replace(numel=longest)
     if key.source is not None:
-        return _broadcast_plan(str(key), lane, link, key.source)
-    if key.kind == "all_to_all":
-        return _exchange_plan(str(key), lane, link)
-    return rows_plan(str(key), [lane], link, total=total, scale=scale)
+        plan = _broadcast_plan(plain.text, lane, links[0], key.source)
+    elif key.kind == "all_to_all":
+        plan = _exchange_plan(plain.text, lane, links[0])
+    else:
+        total = numel if key.verb == "all_gather" else 0
+        plan = rows_plan(plain.text, [lane], links[0], total=total, scale=scale)
+    return replace(plan, reduction=plain.reduction, source=key.source)
 
 
 def _check_mesh(key: PlanKey, mesh: DeviceMesh | None) -> None:

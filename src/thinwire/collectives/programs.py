@@ -53,7 +53,8 @@ class Workspace:
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
         if self.buffer.numel() < nbytes:
-            self.release()
+            self._views.clear()
+            self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees the old one
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
@@ -64,11 +65,6 @@ class Workspace:
         if found is None:
             found = self._views[user] = user.split(buffer[: user.nbytes])
         return found
-
-    def release(self) -> None:
-        """Release the buffer, and forget its views."""
-        self._views.clear()
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
 class CallerWorkspace(Workspace):
