@@ -94,19 +94,14 @@ def _put(sink, z, at, T: tl.constexpr):
         if T.mode == OWED:
             kept = times(left, sink.factor)
         else:
-            kept = _changed(left, z, load(sink.memory + start, at, T), sink, T)
+            memory = load(sink.memory + start, at, T)
+            kept = [memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor) for i in T.each]
             z = added(load(sink.mean + start, at, T), z)
         if sink.fine:
             store(sink.memory + start, kept, at, T)
             if T.mode == CHANGE:
                 store(sink.mean + start, z, at, T)
         store(sink.out + start, z, at, T)
-
-
-@triton.jit
-def _changed(left, z, memory, sink, T: tl.constexpr):
-    """The new memory in mode CHANGE: memory + factor * left, or in the own row memory + left + z."""
-    return [memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor) for i in T.each]
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def put_scaled(tile, extent, factor, post, target, keys, at, T: tl.constexpr):
     else:
         codes = _integer_codes(tile, factor, scale, minimum, most, keys, at, T)
         store_codes(target.planes, packed(codes, ROUNDER_BITS, T), bad, bad, at, T)
-        values = [_integer_value(code, T) for code in codes]
+        values = [float_of(code) - (ROUNDER + T.zero) for code in codes]
     return stored, stored_minimum, values
 
 
@@ -158,22 +158,11 @@ def _integer_codes(tile, factor, scale, minimum, most, keys, at, T: tl.constexpr
             element = row_start(at.row, T.block, T) + (i // V) * at.span + at.column * V + i % V
             t = t + dither(at.first * T.block, element, keys)
         if T.affine:
-            rounded = tl.minimum(tl.maximum(t, 0.0), most) + ROUNDER
-        else:
-            if T.stochastic or T.bits > 6:  # else scale * QMAX is within 1/128 of the peak: none rounds past QMAX
-                t = tl.minimum(tl.maximum(t, -QMAX), QMAX)
-            rounded = t + (ROUNDER + T.half)
-        codes = codes + (bits_of(rounded),)
+            t = tl.minimum(tl.maximum(t, 0.0), most)
+        elif T.stochastic or T.bits > 6:  # else scale * QMAX is within 1/128 of the peak: none rounds past QMAX
+            t = tl.minimum(tl.maximum(t, -QMAX), QMAX)
+        codes = codes + (bits_of(t + (ROUNDER + T.zero)),)
     return codes
-
-
-@triton.jit
-def _integer_value(code, T: tl.constexpr):
-    """The number a code of `_integer_codes` stands for, in units of its scale."""
-    if T.affine:
-        return float_of(code) - ROUNDER
-    else:
-        return float_of(code) - (ROUNDER + T.half)
 
 
 @triton.jit
