@@ -12,6 +12,7 @@ After encoding, a rank needs only the gradients of its own shard; all ranks' sha
 feedback, each rank's gradients are kept until the end of the step.
 """
 
+import functools
 import json
 import os
 import sys
@@ -149,14 +150,11 @@ class RehearsedSum:
         parameters = [bucket.parameters[i] for i in self._weighed]
         self._roots = ranks.chooser.moments.roots(parameters) if parameters else []
 
-    def _weighed_of(self, buffer: Tensor) -> list[Tensor]:
-        return gradients_of(self.bucket.parameters, buffer, self._weighed)
-
     def turn(self, buffer: Tensor) -> None:
         """Encode the next rank's gradients, which may be overwritten."""
         bucket, ranks = self.bucket, self._ranks
         if self._weighed:
-            torch._foreach_div_(self._weighed_of(buffer), self._roots)
+            torch._foreach_div_(gradients_of(bucket.parameters, buffer, self._weighed), self._roots)
         parts_L, _ = lanes.load(bucket.lanes, buffer)
         rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in parts_L]
         tensors = [x.to(dtype) for dtype, x in zip(bucket.dtypes, rows, strict=True)]
@@ -210,7 +208,7 @@ class RehearsedSum:
         for lane, row in zip(bucket.lanes, self._rows, strict=True):
             lane.write(row, buffer)
         if self._weighed:
-            torch._foreach_mul_(self._weighed_of(buffer), self._roots)
+            torch._foreach_mul_(gradients_of(bucket.parameters, buffer, self._weighed), self._roots)
         self._ranks.tally.sent(bucket.sent_bytes, bucket.plain_bytes)
 
     def _finish(self) -> None:
@@ -265,7 +263,7 @@ class Rehearsal(Handle):
         self._sums: list[RehearsedSum] = []
         self._finite: list[Tensor] = []  # whether the means of every bucket are
         self._met: set[int] = set()  # parameters that had a gradient in this step
-        hooks = [p.register_hook(self._before(p)) for p in self._parameters]
+        hooks = [p.register_hook(functools.partial(self._before, p)) for p in self._parameters]
         hooks += [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]
         self._optimizers = [one for one in map(bare_optimizer, options.optimizers) if isinstance(one, Optimizer)]
         hooks += [one.register_step_pre_hook(self._check_step) for one in self._optimizers]
@@ -274,22 +272,18 @@ class Rehearsal(Handle):
 
     # --- what autograd and optimizers call ---
 
-    def _before(self, parameter: nn.Parameter) -> Any:
-        """A hook that runs before a gradient is added to `.grad`."""
-
-        def check(gradient: Tensor) -> None:
-            if self._busy or self.closed:
-                return
-            if self._micro == self._most:
-                self._check_used()
-                self._micro = 0
-            if self._micro == 0 and parameter.grad is not None and bool(parameter.grad.any()):
-                raise CollectiveError("gradients of the last step are left in .grad: call zero_grad() after each step")
-            if not after_backward(self._turn):
-                raise CollectiveError("a rehearsal needs loss.backward(): it ends a micro-batch")
-            self._busy = True
-
-        return check
+    def _before(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A gradient is about to be added to `.grad`."""
+        if self._busy or self.closed:
+            return
+        if self._micro == self._most:
+            self._check_used()
+            self._micro = 0
+        if self._micro == 0 and parameter.grad is not None and bool(parameter.grad.any()):
+            raise CollectiveError("gradients of the last step are left in .grad: call zero_grad() after each step")
+        if not after_backward(self._turn):
+            raise CollectiveError("a rehearsal needs loss.backward(): it ends a micro-batch")
+        self._busy = True
 
     def _arrived(self, parameter: Tensor) -> None:
         if not self.steps and self._micro == self._most - self.world and not self.closed:  # DDP sums in its last one
