@@ -135,7 +135,7 @@ def test_what_cannot_be_sent_is_refused(group: Group) -> None:
     other = (rank + 1) % world
     wrong: list[tuple[Any, str]] = [
         (lambda: thinwire.isend(x), "expected dst or group_dst"),
-        (lambda: thinwire.isend(x, rank), f"got {rank}, and this is rank {rank}"),
+        (lambda: thinwire.isend(x, rank), f"got rank {rank}; this is rank {rank}"),
         (lambda: thinwire.irecv(x, group_src=world), "got 2"),
         (lambda: thinwire.isend(x, other, group_dst=other), "expected one rank"),
         (lambda: thinwire.isend(x, other, tag=-1), r"tag must be 0\.\.2\*\*29 - 1, got -1"),

@@ -79,7 +79,7 @@ class Channel:
         self._pipeline = Pipeline(self.scratch, self.failures)
         self._inbox: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._registered = all(link.is_registered for link in links)  # not if others than torch made the group
+        self._registered = all(link.is_registered for link in links)  # False if torch does not list the group
 
     @property
     def failure(self) -> str | None:

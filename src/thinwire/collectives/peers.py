@@ -117,7 +117,7 @@ class Failures:
                 self.over = first or sentence
                 for link in self._links:
                     link.close()
-        if isinstance(error, WireError):  # codecs know neither call nor group
+        if isinstance(error, WireError):  # a codec knows neither call nor group
             return WireError(f"{self.where(site)}: {error}")
         return PeerError(self.over) if isinstance(error, LostRankError) else error
 
@@ -127,7 +127,7 @@ class Failures:
 
     def _sentence(self, error: BaseException, site: CallSite) -> str:
         where = self.where(site)
-        timeout_s = min(groups.timeout_s(link.group) for link in self._links)  # now: it may have been set anew
+        timeout_s = min(groups.timeout_s(link.group) for link in self._links)  # as it is now: it may have changed
         rank = error.rank if isinstance(error, LostRankError) else None
         whom = self._others if rank is None else self.named(rank)
         if not isinstance(error, LostRankError):
@@ -189,7 +189,7 @@ class Handshake:
         note = threading.Timer(QUIET_S, announce, [f"{waited}: all ranks have to call it"])
         note.start()
         try:
-            # While another thread waits inside gloo, signals reach Python.
+            # Signals reach Python while another thread waits inside gloo.
             self._comparing = True
             alike, described = ours.guard(site, compare if on_stream else self._aside.submit(compare).result)
             self._comparing = False

@@ -44,7 +44,7 @@ class Operation:
     """One call of a verb: what its chunks do, how much scratch each of them needs, and who waits for it."""
 
     in_step: bool = False  # see [Note: No deadlock]
-    copies: Sequence[tuple[Tensor, Tensor]] = ()  # at the end tensor = numbers, for what was worked on elsewhere
+    copies: Sequence[tuple[Tensor, Tensor]] = ()  # at the end tensor = numbers, for results from elsewhere
     work: Work
     site: CallSite
     groups: tuple[dist.ProcessGroup, ...] = ()  # alive until the operation is done
@@ -158,7 +158,7 @@ class Pipeline:
         self._failures = failures
         self._under_way: deque[_Running] = deque()
         self.entry: Operation | None = None  # the one whose chunks are being started
-        self._current: _Running | None = None  # the one that is being taken on
+        self._current: _Running | None = None  # the one that is being started or resumed
         self.failure: str | None = None  # not the error: its traceback would hold the group
 
     @property

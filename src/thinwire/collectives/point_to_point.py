@@ -140,8 +140,8 @@ def start_transfers(requests: Sequence[P2PRequest], members: dist.ProcessGroup) 
         if request.peer is not None and (not 0 <= request.peer < members.size() or request.peer == members.rank()):
             verb = "isend" if request.sent else "irecv"
             raise CollectiveError(
-                f"{verb}: expected another rank of the group's {members.size()}, got {request.peer}, and this is rank "
-                f"{members.rank()}"
+                f"{verb}: expected another one of the group's {members.size()} ranks, got rank {request.peer}; this is "
+                f"rank {members.rank()}"
             )
         if not isinstance(request.tag, int) or not 0 <= request.tag < PAIR_TAGS:
             raise CollectiveError(f"a message's tag must be 0..2**29 - 1, got {request.tag!r}")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from thinwire.collectives.pipeline import Operation
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
-MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
+MOST_WIRES = 4  # of that length that a chunk's scratch holds; a sum in one shot holds one of every rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,7 +73,7 @@ class CallerWorkspace(Workspace):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream: torch.cuda.Stream | None = None  # the one that used it last
-        self.handle = -1  # of that
+        self.handle = -1  # of that stream
 
     def reserve(self, nbytes: int) -> Tensor:
         if self.device.type == "cuda" and torch._C._cuda_getCurrentRawStream(self.device.index) != self.handle:
@@ -180,7 +180,8 @@ def job_of(
 def run_on_stream(operation: "Operation", space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
     """An operation as a program, for GPU calls that have no program: its chunks run in order on the stream."""
     nbytes = operation.chunk_bytes
-    buffer = space.reserve(nbytes)[:nbytes] if nbytes else space.buffer[:0]  # what needs none waits for no other stream
+    # An operation without scratch waits for no other stream.
+    buffer = space.reserve(nbytes)[:nbytes] if nbytes else space.buffer[:0]
     with torch.inference_mode():  # outputs may be inference tensors
         for index in range(operation.num_chunks):
             for awaited in operation.chunk(index, Scratch(buffer)):

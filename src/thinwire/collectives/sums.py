@@ -41,7 +41,7 @@ class Views:
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
     local: Tensor  # the row of this rank in them
-    received: Tensor  # the rows that come
+    received: Tensor  # the rows that are received
     sent_L: list[Tensor]  # each lane's part of all rows
     received_L: list[Tensor]
     local_L: list[Tensor]  # each lane's wire in the local row
@@ -281,7 +281,7 @@ class SumProgram:
         self.count = max(chunking.num_chunks for chunking in self.chunkings)
         # The lanes that have anything in a chunk, and their sum.
         self.chunks: list[tuple[list[int], SumChunk]] = []
-        made: dict[tuple[int, ...], SumChunk] = {}  # chunks of the same lengths have the same
+        made: dict[tuple[int, ...], SumChunk] = {}  # shared by chunks of the same lengths
         for index in range(self.count):
             lengths = tuple(chunking.span(index).numel for chunking in self.chunkings)
             some = [i for i, numel in enumerate(lengths) if numel]

@@ -132,7 +132,7 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self._sequences = sequences
-        known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})  # none of a group that others made
+        known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})  # empty if torch does not list the group
         self.named = functools.partial(named, {group_rank: rank for rank, group_rank in known.items()})
 
     def draw_tags(self, fingerprint: int | None = None) -> int:

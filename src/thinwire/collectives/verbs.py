@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
     group: Group
     codec: Any
     algorithm: str
-    how: tuple[Any, ...] = ()  # the op of a sum, or the two names of a broadcast's source
+    how: tuple[Any, ...] = ()  # the op of a sum; a broadcast's source, by its rank in the world or in the group
 
 
 def issue_known(given: Arguments, step: int | None) -> IssuedCall | None:
@@ -132,7 +132,7 @@ def _first_call(verb: Callable[..., Any], given: Arguments, step: int | None) ->
     """Check and issue a call that is not known by its arguments; return it with views of its tensors."""
     name, tensors, group, codec, algorithm, how = given
     is_sum = verb in (all_reduce, all_reduce_coalesced)
-    whole = 1 if verb is reduce_scatter_tensor else 0  # the tensor with all ranks' parts; another one has one
+    whole = 1 if verb is reduce_scatter_tensor else 0  # the tensor with all ranks' parts; the other one has one part
     parts = checks.check_tensors(tensors, name, outputs=len(tensors) if is_sum else 1, step=step)
     channel = channel_of(group if is_sum else groups.resolve(group), parts[0].device)
     lengths = tuple(part.numel() for part in parts)
@@ -312,8 +312,8 @@ def all_gather(
     sizes = [output.numel() for output in outputs]
     if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
         raise CollectiveError(
-            f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of "
-            f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
+            f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, and this rank's "
+            f"must have {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
     call = issue_planned(channel, key, step, functools.partial(all_gather_into_tensor, group=group))
@@ -390,7 +390,7 @@ def all_to_all_single(
         return torch_verbs.all_to_all(call, [target], [source], _numels(outputs, inputs))
     if torch_verbs.overlap(target, source):
         places = [[(part.data_ptr(), part.shape, part.stride()) for part in parts] for parts in (outputs, inputs)]
-        if places[0] != places[1]:  # else a part goes where one as long was
+        if places[0] != places[1]:  # else every part is written where one of the same shape was read
             inputs = [part.clone() for part in inputs]
     return _exchange(call, outputs, inputs)
 

@@ -143,7 +143,7 @@ def again(error: BaseException) -> BaseException:
     """
     try:
         found = copy.copy(error)
-    except TypeError:  # its class wants other arguments
+    except TypeError:  # its class takes other arguments
         found = CollectiveError(f"{type(error).__name__}: {error}")
     return found.with_traceback(None)
 
