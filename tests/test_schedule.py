@@ -6,6 +6,7 @@ import operator
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -521,6 +522,11 @@ def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fa
     before, kept, member = thread_names(), len(channels._groups), dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
     found = [len(thread_names()) == len(before) + 2, len(channels._groups) == kept + 1]  # one compares, one sends
+    channel = channels.channel_of(member, CPU)
+    freed_in: list[threading.Thread] = []  # a thread that Python has ended is a _DummyThread, and nothing waits for it
+    for held in (channel._pipeline, channel.transport):
+        weakref.finalize(held, lambda: freed_in.append(threading.current_thread()))
+    del channel, held
     if fails:  # after which the thread ends by itself
         with suppress(OSError):
             submit_failing(member).wait()
@@ -531,6 +537,8 @@ def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(group: Group, fa
         del member
         found = [*found, ended(before), len(channels._groups) == kept, not join.called]
     assert all(found), found
+    assert len(freed_in) == 2
+    assert not any(isinstance(thread, threading._DummyThread) for thread in freed_in), freed_in
 
 
 @on_ranks(4, gives=[True])

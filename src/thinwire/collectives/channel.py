@@ -244,7 +244,7 @@ class Channel:
         name = f"thinwire-{self.transport.group.group_name}"
         how = self._inbox, self._pipeline, self._is_over
         self._thread = threading.Thread(target=serve, args=how, name=name, daemon=True)
-        _threads[self._thread] = self._inbox, self.transports
+        _threads[self._thread] = self._inbox, weakref.WeakSet(self.transports)
         self._thread.start()
 
 
@@ -265,7 +265,7 @@ class _GroupState:
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
 # What ends a pipeline's thread, even if its channel and group are gone: None in its inbox, or closing its transports.
-_Ends = tuple["SimpleQueue[Operation | None]", tuple[Transport, ...]]
+_Ends = tuple["SimpleQueue[Operation | None]", "weakref.WeakSet[Transport]"]
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Ends]" = weakref.WeakKeyDictionary()
 _of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one
 _lock = threading.Lock()
@@ -276,7 +276,8 @@ def _end_threads() -> None:
     """[Note: Threads end first] No thread of ours may run when the interpreter ends.
 
     A daemon thread that returns from C++ then, or frees the last reference to a group, aborts the process. So every
-    thread is joined here: operations under way have a moment to end, then their connections are closed.
+    thread is joined here: operations under way have a moment to end, then their connections are closed. What a thread
+    holds is freed before its function returns: later, nothing would wait for it.
     """
     left = {thread: ends for thread, ends in _threads.items() if thread.is_alive()}
     for inbox, _ in left.values():

@@ -15,6 +15,7 @@ is done, and overlap their parts in an order of their own (operations.py, [Note:
 """
 
 import contextlib
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -247,7 +248,7 @@ def serve(inbox: "SimpleQueue[Operation | None]", pipeline: Pipeline, is_over: C
     """The pipeline's thread, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
     if pipeline.scratch.device.type == "cuda":
         torch.cuda.set_device(pipeline.scratch.device)
-    serving.pipeline = pipeline
+    serving.pipeline = weakref.ref(pipeline)
     closing = False
     while pipeline.failure is None and not (closing and pipeline.idle):
         if pipeline.entry is None and not closing:

@@ -18,7 +18,7 @@ from thinwire.collectives.transport import LostRankError, Moving
 from thinwire.errors import CollectiveError, WireError
 
 Futures = torch.futures.Future
-serving = threading.local()  # .pipeline: the one that this thread serves
+serving = threading.local()  # .pipeline: a weak reference to the one that this thread serves
 
 
 def new_future(device: torch.device) -> "Futures[Tensor]":
@@ -54,7 +54,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
         if not self._done.is_set():
-            if self.pipeline is not None and self.pipeline is getattr(serving, "pipeline", None):
+            if self.pipeline is not None and self.pipeline is getattr(serving, "pipeline", lambda: None)():
                 raise CollectiveError(
                     "a callback of a future waits for a collective of its own group, which cannot go on before the "
                     "callback returns: start it with async_op=True there, and wait elsewhere"
