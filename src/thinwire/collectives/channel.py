@@ -243,9 +243,10 @@ class Channel:
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
         how = self._inbox, self._pipeline, self._is_over
-        self._thread = threading.Thread(target=serve, args=how, name=name, daemon=True)
-        _threads[self._thread] = self._inbox, weakref.WeakSet(self.transports)
-        self._thread.start()
+        thread = threading.Thread(target=serve, args=how, name=name, daemon=True)
+        _threads[thread] = self._inbox, weakref.WeakSet(self.transports)
+        thread.start()
+        self._thread = thread
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:

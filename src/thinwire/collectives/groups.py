@@ -58,7 +58,7 @@ def rank_in(group: dist.ProcessGroup, what: str, rank: int | None, group_rank: i
     if rank is not None and group_rank is not None:
         raise CollectiveError(f"{what}: expected one rank, got {rank} in the world and {group_rank} in the group")
     found = group_rank if rank is None else dist.get_group_rank(group, rank)
-    if found is not None and not 0 <= found < group.size():  # torch accepts any rank of the world
+    if found is not None and not 0 <= found < group.size():  # torch accepts any number in the world
         raise CollectiveError(f"{what}: the rank in the group must be 0..{group.size() - 1}, got {found}")
     return found
 

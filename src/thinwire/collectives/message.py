@@ -122,7 +122,7 @@ class SumMessage(_LaneMessage):
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         meter: operations.Meter | None = None,
     ) -> Work:
-        """Average the tensors of every lane over the ranks, in place; at the end tensor = numbers for all `copies`."""
+        """Average the tensors of every lane over the ranks, in place; then tensor = numbers for each of `copies`."""
         call = self.channel.issue(self.plan, outputs=outputs, step=step, async_op=True)
         lanes = _loaded(self.plan, map(Flat, tensors_L), hooks)
         operation = operations.AllReduce(call, lanes, hooks.on_finite, meter)

@@ -126,7 +126,7 @@ class Tally:
         self.seconds["wire_s"] += max(0.0, last - sent - work)
 
     def watch(self, pieces: Sequence[Piece], device: torch.device) -> Callable[[Span, Tensor, Tensor], None]:
-        """A function that sums, by parameter, the squares of what is sent and lost (collectives.chunks.Watch)."""
+        """A function that sums, by parameter, the squares of what is sent and lost (kernels.rows.Watch)."""
         edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
         sums_2P = torch.zeros(2, len(pieces), dtype=torch.float64, device=device)  # of what was lost, and sent
         self.watched.append(([piece.name for piece in pieces], sums_2P))
