@@ -8,7 +8,7 @@ a model of its own; arms take turns of a few steps, as training loops do without
 row holds the median over rounds of the slowest rank's time per step.
 `--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. An arm such as
 lloyd4@100 has DDP buckets of 100 MB instead of torch's default. With `--own-group` FSDP2 reduces gradients in a process
-group of its own (torch 2.15).
+group of its own (torch 2.15); `--wrap N` shards N blocks together.
 """
 
 import argparse
@@ -125,14 +125,15 @@ def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
     return _step(model, optimizer, batch, torch.autocast(device.type, torch.bfloat16))
 
 
-def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: bool = False) -> Step:
+def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: bool = False, wrap: int = 1) -> Step:
     """A step of FSDP2; `arm` is `gradients/weights`."""
     torch.manual_seed(0)
     device = batch[0].device
     model = GPT(size).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
+    blocks = list(model.blocks)
+    for at in range(0, len(blocks), wrap):
+        fully_shard(blocks[at : at + wrap], mp_policy=policy)
     sharded: Any = fully_shard(model, mp_policy=policy)
     if own_group:
         sharded.set_separate_reduce_scatter_group()
@@ -223,6 +224,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 **dict.fromkeys(("rel_error", "identical")),
                 "bucket_mb": buckets_of(arm)[1],
                 "own_group": options.own_group,
+                "wrap": options.wrap,
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
@@ -241,6 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
     parser.add_argument("--own-group", action="store_true", help="reduce FSDP2's gradients in a group of their own")
+    parser.add_argument("--wrap", type=int, default=1, help="blocks that FSDP2 shards together")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
     parser.add_argument("--size", choices=SIZES, default="124m")
@@ -266,7 +269,11 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = ddp_step if options.parallel == "ddp" else functools.partial(fsdp_step, own_group=options.own_group)
+    make = (
+        ddp_step
+        if options.parallel == "ddp"
+        else functools.partial(fsdp_step, own_group=options.own_group, wrap=options.wrap)
+    )
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)

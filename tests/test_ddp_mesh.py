@@ -206,7 +206,7 @@ def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(group: Group
 
 @pytest.mark.parametrize("options", [{}, {"mesh": True}, {"feedback": "classic"}], ids=str)
 @on_ranks(4)
-def test_ranks_that_share_hosts_are_told_of_a_mesh_once(group: Group, options: Mapping[str, Any]) -> None:
+def test_hints_for_ranks_on_nccl(group: Group, options: Mapping[str, Any]) -> None:
     """Of the same group, where hosts have so many ranks."""
     announce_once.cache_clear()
     told = []
@@ -224,6 +224,11 @@ def test_ranks_that_share_hosts_are_told_of_a_mesh_once(group: Group, options: M
     assert told[0].count('mesh=init_device_mesh("cuda", (2, 2))') == (group.rank() == 0 and not options)
     assert told[1:] == [""] * 5
     assert bool(told[0]) == (group.rank() == 0 and not options)
+    on_nccl = mock.patch("thinwire.collectives.groups.on_nccl", lambda group: True)
+    many = mock.patch("thinwire.integrations.ddp._MANY_BYTES", 0)
+    with on_nccl, many, contextlib.redirect_stderr(io.StringIO()) as said:
+        compress_ddp(torch.nn.parallel.DistributedDataParallel(Given(), process_group=group))
+    assert ("bucket_cap_mb=100" in said.getvalue()) == (group.rank() == 0)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

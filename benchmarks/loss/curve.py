@@ -56,14 +56,16 @@ def rows_of(group: Sequence[Found]) -> list[dict[str, Any]]:
         first = next(one for one in whole if one["arm"] == name)
         plain = losses[arms.FP32]
         gap = pairs.difference(mine, plain)
-        optimizer, _, every = str(first["optimizer"]).partition(runs.DILOCO)
+        optimizer = str(first["optimizer"])
+        every, momentum = runs.rounds_of(optimizer) or (None, None)
         parallel = "fsdp2" if name.startswith(arms.WEIGHTS) else "diloco" if every else "ddp"
         found.append(
             {
                 **{column: first[column] for column in GROUP},
-                "optimizer": optimizer or "adamw",
+                "optimizer": "adamw" if every else optimizer,
                 "parallel": parallel,
-                "every": int(every) if every else None,
+                "every": every,
+                "outer_momentum": momentum,
                 "arm": name,
                 "bits": first["bits"],
                 "seeds": gap.seeds,
@@ -171,7 +173,7 @@ def main() -> None:
     """Read runs, print a verdict per arm, write the record and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--optimizer", choices=runs.OPTIMIZERS, help="take these runs alone")
+    parser.add_argument("--optimizer", help="take these runs alone")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()

@@ -3,15 +3,17 @@
     python -m benchmarks.loss.runs --size 25m --seeds 1,2 --arms fp32,null,lloyd4 --out runs.jsonl --minutes 20
 
 A run is a size, an optimizer, an arm and a seed. Arms are codecs of gradients; `weights:int8` and the like are codecs
-of FSDP2's weights; with `--optimizer diloco30` they are codecs between two sites. The replicas share one network:
-gradients are taken one replica after the other, and one optimizer takes the step. On a GPU the network computes in
-bf16, and a gradient is one CUDA graph. A command that is called again trains what the file lacks.
+of FSDP2's weights; with `--optimizer diloco30` they are codecs between two sites
+(`diloco30@0.5`: with an outer momentum of 0.5). The replicas share one network: gradients are taken one replica after
+the other, and one optimizer takes the step. On a GPU the network computes in bf16, and a gradient is one CUDA graph. A
+command that is called again trains what the file lacks.
 """
 
 import argparse
 import gc
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +30,7 @@ from thinwire.tools.local import torchrun
 
 CLIP = 1.0
 DECAY = 0.1
-DILOCO = "diloco"
-OPTIMIZERS = ("adamw", "muon", f"{DILOCO}30", f"{DILOCO}100")
+ROUNDS = re.compile(r"diloco(\d+)(?:@([.\d]+))?")  # steps between two rounds, and the outer momentum
 POINTS = 50  # of a curve
 BETAS = (0.9, 0.95)
 ARMS = "fp32,null,bf16,int8,int4,lloyd4,trellis3,lloyd3,trellis2,lloyd2,auto:2.5,lloyd1,powersgd4,int2,sign"
@@ -118,11 +119,17 @@ class Trainer:
         self.optimizer.step()
 
 
+def rounds_of(optimizer: str) -> tuple[int, float] | None:
+    """Of DiLoCo the steps between two rounds, and the momentum of the outer optimizer."""
+    found = ROUNDS.fullmatch(optimizer)
+    return found and (int(found[1]), float(found[2] or sites.MOMENTUM))
+
+
 class SiteTrainer:
     """DiLoCo: sites of replicas, which average every so many steps, and at the end."""
 
     def __init__(self, run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> None:
-        self._every = int(run.optimizer.removeprefix(DILOCO))
+        self._every, momentum = rounds_of(run.optimizer) or (0, 0.0)
         world = run.world // sites.SITES
         inner = replace(run, optimizer="adamw", arm=arms.FP32, world=world)
         self._sites = [
@@ -131,7 +138,7 @@ class SiteTrainer:
         self.size = run.recipe
         self.network = self._sites[0].network
         self.losses = torch.zeros(self.size.steps, device=device)
-        self._outer = sites.OuterAverage(self.network, run.arm, sites.SITES)
+        self._outer = sites.OuterAverage(self.network, run.arm, sites.SITES, momentum)
         self.bits: Callable[[], float] = lambda: self._outer.bits
 
     def step(self, step: int) -> None:
@@ -147,7 +154,7 @@ def train(run: Run, text: task.Text, device: torch.device, *, compiled: bool) ->
     """A finished run, as it is kept."""
     began = time.monotonic()
     torch.manual_seed(run.seed)  # of the null arm's noise
-    kind = SiteTrainer if run.optimizer.startswith(DILOCO) else Trainer
+    kind = SiteTrainer if rounds_of(run.optimizer) else Trainer
     trainer = kind(run, text, device, compiled=compiled)
     torchrun.synchronize(device)
     stepped = time.monotonic()
@@ -209,9 +216,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=task.SIZES, default="25m")
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="diloco30: sites average every 30 steps"
-    )
+    parser.add_argument("--optimizer", default="adamw", help="adamw, muon, diloco30 (sites average every 30 steps) ...")
     parser.add_argument("--arms", default=ARMS, help="; separates codecs that have commas")
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--steps", type=int, default=0, help="default: the size's own")
@@ -220,7 +225,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network's blocks")
     parser.add_argument("--text", type=int, metavar="BYTES", help="use a part of the text")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.optimizer not in ("adamw", "muon") and not rounds_of(options.optimizer):
+        parser.error(f"--optimizer must be adamw, muon, or such as diloco30 or diloco30@0.5, got {options.optimizer}")
+    return options
 
 
 def main() -> None:

@@ -16,13 +16,13 @@ from thinwire.rehearsal import RehearsedRanks
 
 SITES = 2
 BETA = 0.95  # DiLoCo's: the share of a residual that is kept after a round
-RATE, MOMENTUM = 0.7, 0.9  # of its outer optimizer
+RATE, MOMENTUM = 0.7, 0.9  # of its outer optimizer, by default
 
 
 class OuterAverage:
     """The outer parameters of some sites, and their rounds."""
 
-    def __init__(self, network: nn.Module, arm: str, sites: int) -> None:
+    def __init__(self, network: nn.Module, arm: str, sites: int, momentum: float = MOMENTUM) -> None:
         codec = "none" if arm in (arms.FP32, arms.NULL) else arm
         names = ParameterNames()
         names.take(network)
@@ -31,7 +31,7 @@ class OuterAverage:
         self._parameters = list(network.parameters())
         self._noise = arms.NOISE if arm == arms.NULL else 0.0
         self.outer = [nn.Parameter(p.detach().clone()) for p in self._parameters]
-        self._stepper = torch.optim.SGD(self.outer, lr=RATE, momentum=MOMENTUM, nesterov=True)
+        self._stepper = torch.optim.SGD(self.outer, lr=RATE, momentum=momentum, nesterov=True)
         self._rounds = 0
         self.bits = 32.0
 

@@ -42,7 +42,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(64, 2, steps=20, rows=2, context=64),
-    "3m": Size(256, 4, rate=2e-3),
+    "3m": Size(256, 4),
     "25m": Size(512, 8),
     "126m": Size(1024, 10, rate=6e-4),
 }

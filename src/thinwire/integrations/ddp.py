@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -39,6 +39,7 @@ from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backw
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
+_MANY_BYTES = 200_000_000  # of gradients: several buckets of 100 MB
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
     "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
@@ -319,25 +320,27 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     state._names.frozen_travel = passed > len(state._names.sizes)
     _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
-    if state.rank == 0 and (hint := _mesh_hint(state)):
-        announce_once(hint)
+    if state.rank == 0 and state.world > 1 and groups.on_nccl(groups.resolve(state.process_group)):
+        for hint in _hints(state, ddp_model):
+            announce_once(hint)
     return state
 
 
-def _mesh_hint(state: DDPState) -> str:
-    """A hint where ranks on NCCL share hosts and each sends all its bytes to other hosts; "" elsewhere."""
+def _hints(state: DDPState, model: DistributedDataParallel) -> Iterator[str]:
+    """Hints for ranks on NCCL: larger buckets; a mesh where ranks share hosts, and each sends all to other hosts."""
+    nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    if getattr(model, "bucket_bytes_cap_default", False) and nbytes > _MANY_BYTES:
+        yield "on NCCL larger buckets are faster: DistributedDataParallel(..., bucket_cap_mb=100) (docs/howto/ddp.md)"
     options = state.options
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
-    group = groups.resolve(state.process_group)
-    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not groups.on_nccl(group):
-        return ""
-    if options.mesh is not None or options.feedback not in ("auto", "none"):
-        return ""  # a mesh has no feedback
-    return (
-        f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside each '
-        f"host first, and sends 1/{inside} of the bytes to other hosts (docs/howto/ddp.md)"
-    )
+    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size():
+        return
+    if options.mesh is None and options.feedback in ("auto", "none"):  # a mesh has no feedback
+        yield (
+            f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside '
+            f"each host first, and sends 1/{inside} of the bytes to other hosts (docs/howto/ddp.md)"
+        )
 
 
 def _install(ddp_model: DistributedDataParallel, state: DDPState) -> None:
