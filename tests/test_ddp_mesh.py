@@ -224,7 +224,7 @@ def test_hints_for_ranks_on_nccl(group: Group, options: Mapping[str, Any]) -> No
     assert told[0].count('mesh=init_device_mesh("cuda", (2, 2))') == (group.rank() == 0 and not options)
     assert told[1:] == [""] * 5
     assert bool(told[0]) == (group.rank() == 0 and not options)
-    on_nccl = mock.patch("thinwire.collectives.groups.on_nccl", lambda group: True)
+    on_nccl = mock.patch("thinwire.collectives.groups.on_nccl", return_value=True)
     many = mock.patch("thinwire.integrations.ddp._MANY_BYTES", 0)
     with on_nccl, many, contextlib.redirect_stderr(io.StringIO()) as said:
         compress_ddp(torch.nn.parallel.DistributedDataParallel(Given(), process_group=group))
