@@ -150,7 +150,7 @@ def _on_gpu(row: Row, source: str, machine: Machine) -> Iterator[Checked]:
         compute_s(parallel, world) if large else 0.0,  # a network of a few layers, whose steps wait for messages
         parallel=parallel,
         gathered=torch.bfloat16 if large else torch.float32,
-        units=LAYERS[params],
+        units=-(-LAYERS[params] // int(row.get("wrap") or 1)),
     )
     gradients, _, weights = str(row["codec"]).partition("/")
     scheme = _scheme(gradients, weights or "none", job, world)

@@ -39,7 +39,6 @@ from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backw
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
-_MANY_BYTES = 200_000_000  # of gradients: several buckets of 100 MB
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
     "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
@@ -329,14 +328,12 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
 def _hints(state: DDPState, model: DistributedDataParallel) -> Iterator[str]:
     """Hints for ranks on NCCL: larger buckets; a mesh where ranks share hosts, and each sends all to other hosts."""
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    if getattr(model, "bucket_bytes_cap_default", False) and nbytes > _MANY_BYTES:
+    if getattr(model, "bucket_bytes_cap_default", False) and nbytes > 8 * model.bucket_bytes_cap:
         yield "on NCCL larger buckets are faster: DistributedDataParallel(..., bucket_cap_mb=100) (docs/howto/ddp.md)"
-    options = state.options
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
-    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size():
-        return
-    if options.mesh is None and options.feedback in ("auto", "none"):  # a mesh has no feedback
+    in_hosts = inside > 1 and hosts > 1 and not rest and state.world == dist.get_world_size()
+    if in_hosts and state.options.mesh is None and state.options.feedback in ("auto", "none"):  # a mesh has no feedback
         yield (
             f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside '
             f"each host first, and sends 1/{inside} of the bytes to other hosts (docs/howto/ddp.md)"
