@@ -60,9 +60,8 @@ def test_trainers_run_unmodified(
         cases = [case for case in cases if "pipeline" not in case]  # needs 2.14
     # Processes of its own, which end: trainers, and DTensor, keep groups for good; with torch 2.15 torchtitan has one.
     named = [["plain", name]] if torch.__version__ < "2.15" else [["plain"], [name]]
-    given = str(tmp_path / "store")
-    parts = [ranks.fresh(world).run(jobs, trainer, cases, names, given, lost=world) for names in named]
-    of_ranks = [sum(of_rank, []) for of_rank in zip(*parts, strict=True)]
+    parts = [ranks.fresh(world).run(jobs, trainer, cases, one, str(tmp_path / "store"), lost=world) for one in named]
+    of_ranks = [[one for part in of_rank for one in part] for of_rank in zip(*parts, strict=True)]
     if isinstance(of_ranks[0][0], str):
         pytest.skip(of_ranks[0][0])
     for (expected, _), (losses, kinds) in (pair for of_rank in of_ranks for pair in zip(*of_rank, strict=True)):
