@@ -24,6 +24,7 @@ from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_fsdp
 from thinwire.integrations.fsdp import rows
+from thinwire.log import announce_once
 
 # --- a network --------------------------------------------------------------------------------------------------------
 
@@ -726,6 +727,16 @@ def test_what_travels_as_it_is_is_announced_once(group: Group, replicas: bool) -
     line_of = "weights of fp64, of several dtypes or of integers are not compressed"
     assert said[0] == ("" if group.rank() else f"thinwire: compress_fsdp: {line_of}\n")
     assert said[1].count("compress_fsdp: gradients of torch.float64 are not compressed\n") == (group.rank() == 0)
+
+
+@on_ranks(2)
+def test_small_units_get_a_hint_on_nccl(group: Group) -> None:
+    announce_once.cache_clear()
+    out, fsdp = io.StringIO(), "thinwire.integrations.fsdp"
+    on_nccl, several = mock.patch(f"{fsdp}.on_nccl", return_value=True), mock.patch(f"{fsdp}._SEVERAL", 1)
+    with on_nccl, several, contextlib.redirect_stderr(out):
+        compress_fsdp(shard(Net(), line(group)))
+    assert ("fully_shard([block0, block1]" in out.getvalue()) == (group.rank() == 0)
 
 
 def _typed(kind: str) -> Net:
