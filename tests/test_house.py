@@ -37,7 +37,7 @@ FLOORS = [
     {"hooks", "registration", "rehearsal"},
     {"tools.local", "tools.pairs"},
     {"tools.bench", "tools.recommend"},
-    {"tools.report", "tools.advise", "tools.rehearsal"},
+    {"tools.report", "tools.advise"},
     {"tools.cli"},
     {"tools", "__main__"},
 ]
@@ -130,12 +130,12 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 6739,
-    "tools.bench": 955,
-    "tools.advise": 818,
-    "tools.report": 281,
+    "tools.bench": 938,
+    "tools.advise": 815,
+    "tools.report": 274,
     "tools.local": 458,
-    "tools": 4473,
-    "qat": 2276,
+    "tools": 4376,
+    "qat": 2200,
 }
 
 
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 30_244),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 30_045),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

@@ -7,6 +7,7 @@ Student's t over the differences of several seeds.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, linear_regression, variance
 from typing import Any
 
 from thinwire.errors import RecordError
@@ -65,21 +66,17 @@ def difference(losses: Mapping[int, float], plain: Mapping[int, float]) -> Diffe
     found = [losses[seed] - plain[seed] for seed in sorted(losses.keys() & plain.keys())]
     if not found:
         raise RecordError("no seed was trained both ways")
-    mean = math.fsum(found) / len(found)
-    if len(found) < 2:
-        return Difference(mean, None, 1)
-    variance = math.fsum((one - mean) ** 2 for one in found) / (len(found) - 1)
-    return Difference(mean, t95(len(found) - 1) * math.sqrt(variance / len(found)), len(found))
+    count = len(found)
+    half = t95(count - 1) * math.sqrt(variance(found) / count) if count > 1 else None
+    return Difference(fmean(found), half, count)
 
 
 def slope(curve: Sequence[Sequence[float]]) -> float:
     """Nats per doubling of tokens (negative where it learns), fitted over the last half of [[step, loss], ...]."""
     last = curve[len(curve) // 2 :]
-    xs = [math.log2(step) for step, _ in last]
-    ys = [loss for _, loss in last]
-    x0, y0 = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
-    spread = math.fsum((x - x0) ** 2 for x in xs)
-    return math.fsum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
+    if len(last) < 2:
+        return 0.0
+    return linear_regression([math.log2(step) for step, _ in last], [loss for _, loss in last]).slope
 
 
 def more_tokens(nats: float, per_doubling: float | None) -> float | None:

@@ -18,14 +18,13 @@ BF16_HOOK = (
     "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
-_FEEDBACK = {"ef21": "EF21"}
 
 
 def name(codec: str, feedback: str = "none", weights: str | None = None) -> str:
     """What a scheme is called everywhere: fp32, int8, lloyd2 + EF21, lloyd4/int8 with weights in int8."""
     narrow = codec in ("bf16", "mixed") and weights == "bf16"
     both = codec if weights in (None, "none") or narrow else f"{codec}/{weights}"
-    more = [_FEEDBACK.get(part, part) for part in feedback.split("+") if part not in ("", "none")]
+    more = [part for part in feedback.replace("ef21", "EF21").split("+") if part not in ("", "none")]
     return " + ".join(["fp32" if both == "none" else both, *more])
 
 

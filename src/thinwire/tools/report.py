@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -29,10 +29,6 @@ class TextGrid:
     header: list[str]
     rows: list[list[str]]
     labels: int = 1
-
-    def first(self, columns: int) -> "TextGrid":
-        """The same with so many columns."""
-        return replace(self, header=self.header[:columns], rows=[row[:columns] for row in self.rows])
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -224,12 +220,13 @@ def show_grid(laid: TextGrid, console: Console) -> None:
     console.print(Text.assemble((what, "bold"), how))
     if not laid.rows:
         return
+    unfolded = console.options.update(max_width=sys.maxsize)
     kept = len(laid.header)
-    whole = _rich(laid, ruled=console.is_terminal)
-    while kept > laid.labels + 1 and _width(whole, console) > console.width:
+    table = _rich(laid, kept, ruled=console.is_terminal)
+    while kept > laid.labels + 1 and console.measure(table, options=unfolded).maximum > console.width:
         kept -= 1
-        whole = _rich(laid.first(kept), ruled=console.is_terminal)
-    console.print(whole)
+        table = _rich(laid, kept, ruled=console.is_terminal)
+    console.print(table)
     if left := laid.header[kept:]:
         console.print(f"Left out: {', '.join(left)}. A wider terminal, or a pipe, shows them.", style="dim")
 
@@ -263,19 +260,15 @@ def conditions(record: Record) -> str:
     return "; ".join([*parts, "interrupted"] if record.conditions.get("interrupted") else parts)
 
 
-def _rich(laid: TextGrid, *, ruled: bool) -> Table:
+def _rich(laid: TextGrid, kept: int, *, ruled: bool) -> Table:
+    """The first `kept` columns."""
     look = box.SIMPLE_HEAD if ruled else None
     table = Table(box=look, show_edge=False, pad_edge=False, padding=(0, 0 if ruled else 1))
-    for i, name in enumerate(laid.header):
+    for i, name in enumerate(laid.header[:kept]):
         if i < laid.labels:
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
     for line in laid.rows:
-        table.add_row(*line)
+        table.add_row(*line[:kept])
     return table
-
-
-def _width(table: Table, console: Console) -> int:
-    """Columns of the table, were there no edge to fold it at."""
-    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum

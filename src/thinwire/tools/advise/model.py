@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from thinwire.codecs import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.collectives.sums import fewest_roundings
 from thinwire.integrations.choice import feedback_of
 from thinwire.tools.advise.cluster import Cluster, Machine
 from thinwire.tools.recommend import BF16_HOOK
@@ -143,11 +144,7 @@ class Scheme:
 
 PLAIN = Scheme("ring", NOTHING)
 BF16 = Scheme("ring", Cast("bf16"))
-
-
-def usual(world: int) -> str:
-    """What compress_ddp takes by itself: two ranks that exchange everything round once."""
-    return "one_shot" if world <= 2 else "two_phase"
+usual = fewest_roundings  # what compress_ddp takes by itself
 
 
 def candidates(job: TrainingJob, cluster: Cluster, codecs: Sequence[Codec]) -> list[Scheme]:

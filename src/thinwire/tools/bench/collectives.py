@@ -58,12 +58,8 @@ class CollectiveCase:
     numel: int
     entries: tuple[TimedCodec, ...]
 
-    @property
-    def world(self) -> int:
-        return self.setup.world
-
     def __str__(self) -> str:
-        return f"{VERB}, {self.numel} floats, world {self.world}, {self.setup.link_name}"
+        return f"{VERB}, {self.numel} floats, world {self.setup.world}, {self.setup.link_name}"
 
 
 @dataclass
@@ -122,7 +118,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
     for entry in case.entries:
         samples = [part[entry.key] for part in parts]
         ran = samples[0].algorithm
-        least = bytes_formula(ran, case.world, entry.codec, case.numel)
+        least = bytes_formula(ran, case.setup.world, entry.codec, case.numel)
         ms = median(timing.slowest(parts, entry.key))
         yield {
             "verb": VERB,
@@ -147,7 +143,7 @@ def measure(case: CollectiveCase, effort: Effort) -> dict[str, CallSample]:
     """This rank's part of a case; all ranks run it together."""
     rank, device = dist.get_rank(), case.setup.device(dist.get_rank())
     source = inputs(rank, case, device)
-    exact = reduce(Tensor.add_, (inputs(other, case, device).double() for other in range(case.world)))
+    exact = reduce(Tensor.add_, (inputs(other, case, device).double() for other in range(case.setup.world)))
     out = torch.empty_like(source)
     out16 = out.bfloat16()  # made once, which favors torch
 

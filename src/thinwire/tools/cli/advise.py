@@ -91,8 +91,8 @@ def command(
         raise typer.BadParameter(f"expected at most --params, got {trainable}", param_hint="--trainable")
     flags.refuse("goes with --parallel diloco", every=None if parallel is Parallel.diloco else every)
     flags.refuse("holds no losses of DiLoCo", losses=losses if parallel is Parallel.diloco else None)
-    own = clusters.recorded(device)
-    cluster, own = _described(world, node, inter, intra, latency, own)
+    cluster = _described(world, node, inter, intra, latency, torchrun.BACKENDS[device])
+    own = clusters.recorded(device).shared(node, node)
     job = TrainingJob(
         *(params, step, model.DTYPES[dtype], model.BUCKET_BYTES, overlap, optimizer.value),
         parallel=parallel.value,
@@ -102,11 +102,7 @@ def command(
     )
     with screen.usage_errors("--losses", RecordError):
         found = verdict.losses_of(record.read(losses), Path(losses).name, job.optimizer) if losses else None
-    judged = verdict.judge(
-        *(job, cluster, own),
-        codecs=flags.codecs(codecs, model.CODECS),
-        losses=found,
-    )
+    judged = verdict.judge(job, cluster, own, codecs=flags.codecs(codecs, model.CODECS), losses=found)
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, judged), indent=1, allow_nan=False, default=str))
         return
@@ -119,20 +115,17 @@ def command(
         report.show_grid(_grid(judged, job), console)
 
 
-def _described(
-    ranks: int, node: int, inter: Number, intra: Number, latency: Number, own: Machine
-) -> tuple[Cluster, Machine]:
-    """What the flags say of the links, and what the machine is for each rank."""
-    if node > ranks or ranks % node:
+def _described(ranks: int, node: int, inter: Number, intra: Number, latency: Number, transport: str) -> Cluster:
+    """What the flags say of the links."""
+    if ranks % node:
         raise typer.BadParameter(f"expected a divisor of --world {ranks}, got {node}", param_hint="--gpus-per-node")
     for flag, rate, needed in (("--inter", inter, ranks > node), ("--intra", intra, node > 1)):
         if rate is not None and not needed:
             raise typer.BadParameter("no other rank uses that link: leave it out", param_hint=flag)
-    transport = torchrun.BACKENDS[own.device]
     between = LATENCY_S[transport] if latency is None else latency
     across = None if inter is None else LinkModel.of_rate(inter, between, transport)
     inside = None if intra is None else LinkModel.of_rate(intra, INSIDE_LATENCY_S[transport], transport, inside=True)
-    return Cluster(ranks, node, across, inside, transport), own.shared(node, node)
+    return Cluster(ranks, node, across, inside, transport)
 
 
 def _conditions(job: TrainingJob, cluster: Cluster, own: Machine, links: list[str]) -> str:

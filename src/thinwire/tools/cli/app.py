@@ -78,13 +78,9 @@ def start() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    warnings.formatwarning = _one_line
+    # A warning is for the user of the command: its text, not where the code gave it.
+    warnings.formatwarning = lambda message, *place, **more: f"Warning: {message}\n"
     app(prog_name="thinwire")
-
-
-def _one_line(message: Warning | str, *place: Any, **more: Any) -> str:
-    """A warning is for the user of the command: its text, not where the code gave it."""
-    return f"Warning: {message}\n"
 
 
 def _version(asked: bool) -> None:

@@ -38,12 +38,7 @@ Rounds = Annotated[int | None, count("Default: 5 or more, as time allows.")]
 
 
 @app.command("link", short_help="What the link between ranks gives.")
-def link_command(
-    world: Worlds = None,
-    link: LinkRate = None,
-    json: Json = None,
-    quick: Quick = False,
-) -> None:
+def link_command(world: Worlds = None, link: LinkRate = None, json: Json = None, quick: Quick = False) -> None:
     """What the link between ranks gives: the time of messages of 1 kB to 16 MB, and their rate; by default 2 ranks.
 
     All ranks send at once, each to the next one. Under torchrun its ranks measure the link between them, on GPUs over
@@ -80,15 +75,12 @@ def collectives_command(
       sudo thinwire bench collectives --world 4 --link 100mbit --codecs int8,lloyd4
       torchrun --nproc-per-node 8 -m thinwire bench collectives --json nccl.json
     """
-    names = flags.specs(codecs) or None
-    with screen.usage_errors("--codecs", CodecError):
-        collectives_bench.entries(names or (), 2)
     setups = setups_of(world, link, collectives_bench.WORLDS)
     run = partial(
         collectives_bench.run,
         setups,
         numels=flags.counts(numel, "--numel"),
-        codecs=names,
+        codecs=flags.specs(codecs) or None,
         rounds=rounds,
         quick=quick,
     )
@@ -123,16 +115,13 @@ def step_command(
     """
     if model not in (None, *MODELS):
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(MODELS)}", param_hint="--model")
-    names = flags.specs(codecs) or None
-    with screen.usage_errors("--codecs", CodecError):
-        step_bench.lineup(names or (), parallel)
     setups = setups_of(world, link, (2,))
     run = partial(
         step_bench.run,
         setups,
         model=model,
         parallel=parallel.value,
-        codecs=names,
+        codecs=flags.specs(codecs) or None,
         rounds=rounds,
         quick=quick,
     )
@@ -165,7 +154,7 @@ def deliver(
     flags.writable(json, "--json")
     status = 0
     try:
-        with screen.plain_errors(), screen.usage_errors(None, BenchError), screen.progress() as shown:
+        with screen.plain_errors(), screen.usage_errors(None, BenchError, CodecError), screen.progress() as shown:
             record = measure(progress=shown)
     except Interrupted as stop:
         typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)

@@ -67,14 +67,12 @@ def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
 
 def _asked_backend() -> Iterator[Finding]:
     """What THINWIRE_BACKEND asks for, if anything, for the tensors that this machine computes with."""
-    asked = os.environ.get(BACKEND)
-    if asked:
+    if asked := os.environ.get(BACKEND):
         try:
             select(_device())
+            yield Finding(BACKEND, True, asked)
         except ThinwireError as error:
             yield Finding(BACKEND, False, str(error), "unset it, or name another")
-        else:
-            yield Finding(BACKEND, True, asked)
 
 
 def _device() -> torch.device:

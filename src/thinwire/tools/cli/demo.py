@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.errors import CodecError, RecordError
+from thinwire.errors import RecordError
 from thinwire.tools import pairs, recommend, report
 from thinwire.tools.advise import verdict
 from thinwire.tools.advise.model import TrainingJob
@@ -29,13 +29,13 @@ from thinwire.tools.bench.models import Batch, StepModel, Transformer, Transform
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.step import BF16, COMPUTE, NONE, Replica, StepCase, StepSample, StepScheme
 from thinwire.tools.bench.timing import Effort
-from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli import flags
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import LinkError, ShapedLink
 from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
-from thinwire.tools.report import SPEEDUPS, Column, TextGrid, fixed, grid, number, scaled, significant, text, texts
+from thinwire.tools.report import SPEEDUPS, Column, TextGrid, fixed, grid, number, scaled, significant, texts
 
 CODECS = (BF16, "int8", "lloyd4", "lloyd2")
 STEP_TIMES = "step times"
@@ -148,11 +148,8 @@ def command(
       thinwire demo --link 100mbit
       thinwire demo --quick --link loopback --json - > demo.json
     """
-    named = flags.specs(codecs) or None
-    with screen.usage_errors("--codecs", CodecError):
-        steps_bench.lineup(named or ())
     shaped = _usual_link() if link is None else None if link == LOOPBACK else flags.shaped(link)
-    deliver(partial(run, world, named, steps, shaped, quick), json, show=show)
+    deliver(partial(run, world, flags.specs(codecs), steps, shaped, quick), json, show=show)
 
 
 def _usual_link() -> ShapedLink | None:
@@ -192,7 +189,7 @@ def grids(rows: Sequence[Row]) -> list[TextGrid]:
 def _verdict(record: Record) -> Iterator[str]:
     """By the rule of thinwire advise, from this run's steps and losses."""
     first = record.rows[0]
-    link = text(first["link"])
+    link = report.text(first["link"])
     try:
         own = verdict.losses_of(record, "this run")
     except RecordError:
@@ -242,7 +239,7 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     """Times come first, so that a row is complete as soon as its last seed is trained."""
     setup = RankSetup(world=plan.world, link=plan.link)
     timed = tuple(dict.fromkeys((*plan.schemes, steps_bench.parse(BF16))))  # torch's bf16 hook always among them
-    runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
+    runs = {f"{scheme.name}, seed {seed}": (scheme, seed) for scheme in plan.schemes for seed in range(plan.seeds)}
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
     with launch.ranks(setup) as world:
@@ -250,8 +247,7 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
             if case == STEP_TIMES:
                 times = world.run(steps_bench.measure, StepCase(setup, timed, "demo", plan.model), plan.effort)
                 continue
-            place, seed = divmod(runs.index(case), plan.seeds)
-            scheme = plan.schemes[place]
+            scheme, seed = runs[case]
             results[scheme.name].append(world.run(train, plan, scheme, seed))
             if seed == plan.seeds - 1:
                 yield row_of(plan, scheme, results, times)
@@ -301,18 +297,16 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
         for group in replica.optimizer.param_groups:
             group["lr"] = plan.learning_rate(at)
         replica.step(plan.batch(at, seed, rank))
+    text = _part(help_pages()[2], rank, plan.world)
+    length = (
+        (plan.judged // plan.world - 1) // plan.context * plan.context
+    )  # of windows side by side; same on all ranks
+    inputs, targets = (text[i : i + length].view(-1, plan.context) for i in (0, 1))
     with torch.no_grad():
-        judged = _judge(plan, network, _part(help_pages()[2], rank, plan.world))
+        judged = models.loss_of(network, (inputs, targets)).item()
     feedback = replica.feedback
     replica.close()
     del replica
     gc.collect()  # DDP and its hooks refer to each other
     params = sum(parameter.numel() for parameter in network.parameters())
     return Trained(judged, timing.digest(network.parameters()), feedback, params)
-
-
-def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:
-    """The mean loss over windows side by side, as many on every rank."""
-    length = (plan.judged // plan.world - 1) // plan.context * plan.context
-    inputs, targets = (text[i : i + length].view(-1, plan.context) for i in (0, 1))
-    return models.loss_of(network, (inputs, targets)).item()

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -54,7 +54,11 @@ def examine(place: RankPlace, patience_s: float) -> Found:
     store.set(f"rank/{place.rank}", json.dumps(describe(place)))
     try:
         ranks = {rank: json.loads(said) for rank, said in _read(store, "rank", range(place.world), patience_s).items()}
-        problems = [*_absent(ranks, place, patience_s), *disagreements(ranks), *unreachable(ranks)]
+        problems = [*disagreements(ranks), *unreachable(ranks)]
+        if absent := [rank for rank in range(place.world) if rank not in ranks]:
+            late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            problems.insert(0, f"{late}: start every rank, and let each reach {where}")
         store.set(f"read/{place.rank}", "")
         if place.rank == 0:  # the store may end with this process
             _read(store, "read", list(ranks), _GRACE_S)
@@ -96,13 +100,6 @@ def _read(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dic
     with contextlib.suppress(dist.DistStoreError):  # it does not say who is missing
         store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
     return {rank: store.get(f"{what}/{rank}") for rank in ranks if store.check([f"{what}/{rank}"])}
-
-
-def _absent(ranks: Mapping[int, Description], place: RankPlace, patience_s: float) -> Iterator[str]:
-    if absent := [rank for rank in range(place.world) if rank not in ranks]:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
-        yield f"{late}: start every rank, and let each reach {where}"
 
 
 def describe(place: RankPlace) -> Description:
