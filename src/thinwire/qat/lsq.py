@@ -38,16 +38,6 @@ _BEFORE_COMPILE = (
     "this quantizer has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
 )
-_LENT = (
-    "this quantizer has no scale yet, and its parameters are lent to it for one forward (FSDP2, functional_call), "
-    "so that a start would be lost: run qat.calibrate(model, batches) before fully_shard"
-)
-
-
-_WRAPPED = (
-    "this quantizer does not know its number of channels, and DDP holds its parameters already: "
-    "run qat.calibrate(model, batches) before DDP"
-)
 
 
 class Start(NamedTuple):
@@ -247,7 +237,10 @@ class LSQ(nn.Module):
     def _size(self, channels: int) -> None:
         if not len(self.scale):
             if ranks_in_step() != "local":
-                raise QatStateError(_WRAPPED)
+                raise QatStateError(
+                    "this quantizer does not know its number of channels, and DDP holds its parameters already: "
+                    "run qat.calibrate(model, batches) before DDP"
+                )
             for parameter in self.parameters():
                 parameter.data = parameter.data.new_full((channels,), parameter is self.scale)
         if len(self.scale) != channels:
@@ -255,7 +248,10 @@ class LSQ(nn.Module):
 
     def _refuse_lent(self) -> None:
         if self._lent():
-            raise QatStateError(_LENT)
+            raise QatStateError(
+                "this quantizer has no scale yet, and its parameters are lent to it for one forward (FSDP2, "
+                "functional_call), so that a start would be lost: run qat.calibrate(model, batches) before fully_shard"
+            )
 
     def _lent(self) -> bool:
         """[Note: Parameters that are lent]"""
@@ -292,25 +288,21 @@ class LSQ(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        errors: list[str] = rest[-1]
         if not len(self.scale):
             self._size(len(state_dict.get(prefix + "scale", ())))
-        self._check_range(state_dict.get(prefix + "quant_range"), prefix, errors)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._ready = False
-        self._left()  # torch.compile must find the cache filled
-        self._note_own()
-
-    def _check_range(self, saved: Tensor | None, prefix: str, errors: list[str]) -> None:
-        if saved is None or saved.is_meta:
-            return
-        low, high = saved.tolist()
+        saved = state_dict.get(prefix + "quant_range")
         allowed = [self._range(signed) for signed in (True, False) if self.symmetric in (signed, "auto")]
-        if (low, high) not in allowed:
+        if not (saved is None or saved.is_meta or tuple(saved.tolist()) in allowed):
+            low, high = saved.tolist()
+            errors: list[str] = rest[-1]
             errors.append(
                 f"{prefix}quant_range is {low}..{high} in the checkpoint; this quantizer has "
                 f"{' or '.join(f'{a}..{b}' for a, b in allowed)}: prepare the model with the bits it was saved with"
             )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._ready = False
+        self._left()  # torch.compile must find the cache filled
+        self._note_own()
 
 
 class LSQPlus(LSQ):

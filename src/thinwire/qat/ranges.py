@@ -58,23 +58,21 @@ def estimate(observer: Any) -> tuple[Tensor, Tensor]:
         return scale.reshape(-1), zero_point.reshape(-1)
     low = observer.min_val.reshape(-1)
     high = observer.max_val.reshape(-1)
-    scale, zero_point = _formula(observer, low, high)
-    return scale.where(low <= high, torch.nan), zero_point
-
-
-def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    seen = low <= high
     # A tensor, since torch multiplies by the inverse of a number on GPUs: there the last bit would be another.
     steps = torch.full_like(low, observer.quant_max - observer.quant_min)
     if observer.qscheme == FLOAT:
         scale = (high - low) / steps
         scale = scale.where(scale > observer.eps, 1.0)
-        return scale, observer.quant_min - low / scale
+        return scale.where(seen, torch.nan), observer.quant_min - low / scale
     low = low.clamp(max=0)
     high = high.clamp(min=0)
     if observer.qscheme in SYMMETRIC:
-        return torch.maximum(torch.maximum(-low, high) / (steps / 2), observer.eps), torch.zeros_like(low)
+        scale = torch.maximum(torch.maximum(-low, high) / (steps / 2), observer.eps)
+        return scale.where(seen, torch.nan), torch.zeros_like(low)
     scale = torch.maximum((high - low) / steps, observer.eps)
-    return scale, (observer.quant_min - (low / scale).round()).clamp(observer.quant_min, observer.quant_max)
+    zero_point = observer.quant_min - (low / scale).round()
+    return scale.where(seen, torch.nan), zero_point.clamp(observer.quant_min, observer.quant_max)
 
 
 def range_of(rows: Tensor) -> tuple[Tensor, Tensor]:

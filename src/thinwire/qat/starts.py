@@ -42,7 +42,9 @@ def three_sigmas(x_CN: Tensor, ranks: Agreement) -> Tensor | None:
 def least_error(x_CN: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor] | None:
     """The range of every channel, from the whole one shortened above, then below, that a grid fits best."""
     x_CN = x_CN if x_CN.isfinite().all() else x_CN[:, :0]
-    low_C, high_C = _ends(x_CN, ranks)
+    low_C, high_C = ranks.range(*(end.to(widest(end)) for end in range_of(x_CN)))  # wide enough for any range's length
+    constant_C = low_C == high_C  # such a channel's range reaches to zero
+    low_C, high_C = low_C.clamp(max=0).where(constant_C, low_C), high_C.clamp(min=0).where(constant_C, high_C)
     if not (high_C > low_C).any():
         return None
     sample_CN = x_CN[:, :: x_CN.numel() // _SAMPLE + 1]
@@ -69,23 +71,12 @@ def _sums(terms: list[Tensor], ranks: Agreement) -> list[Tensor] | None:
     return list(sums_TC) if sums_TC[-1].any() else None
 
 
-def _ends(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, Tensor]:
-    """The least and the largest element of every channel; a constant channel reaches to zero."""
-    low_C, high_C = ranks.range(*(end.to(widest(end)) for end in range_of(x_CN)))  # wide enough for any range's length
-    zero_C = torch.zeros_like(high_C)
-    constant_C = low_C == high_C
-    return low_C.minimum(zero_C).where(constant_C, low_C), high_C.maximum(zero_C).where(constant_C, high_C)
-
-
 def _best(x_CN: Tensor, low_KC: Tensor, high_KC: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor]:
     """Of the candidates for a channel's range, the one with the least squared error."""
-    pairs = zip(low_KC, high_KC, strict=True)
-    errors_KC = ranks.total(torch.stack([_error(x_CN, low_C, high_C, levels) for low_C, high_C in pairs]))
-    best_1C = errors_KC.argmin(0, keepdim=True)
+    errors = []
+    for low_C, high_C in zip(low_KC, high_KC, strict=True):
+        step_C = ((high_C - low_C) / levels).clamp(_LEAST, _MOST)
+        y_CN = fake_quantize(x_CN, step_C, quant_min=0, quant_max=levels, offset=low_C, axis=0)
+        errors.append((y_CN - x_CN).square().sum(1, dtype=widest(x_CN)))
+    best_1C = ranks.total(torch.stack(errors)).argmin(0, keepdim=True)
     return low_KC.gather(0, best_1C)[0], high_KC.gather(0, best_1C)[0]
-
-
-def _error(x_CN: Tensor, low_C: Tensor, high_C: Tensor, levels: int) -> Tensor:
-    step_C = ((high_C - low_C) / levels).clamp(_LEAST, _MOST)
-    y_CN = fake_quantize(x_CN, step_C, quant_min=0, quant_max=levels, offset=low_C, axis=0)
-    return (y_CN - x_CN).square().sum(1, dtype=widest(x_CN))

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.qat.agreement import whole, widest
 from thinwire.qat.convert import weight_bytes
 from thinwire.qat.layers import FORMS, QuantizedLayer
-from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
 
 _HEADER = ("layer", "kind", "weight bits", "act bits", "scale", "saturated", "SQNR dB", "act scale", "notes")
@@ -102,7 +101,7 @@ def _quantized(name: str, layer: QuantizedLayer) -> Row:
 def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
     """The scales of the weight, and what quantization does to it."""
     quantizer = layer.weight_quantizer
-    found = {"weight_bits": quantizer.bits}
+    found: dict[str, Any] = {"weight_bits": quantizer.bits}
     both = (("weight", quantizer), ("activation", layer.act_quantizer))
     notes += [f"{name}: no batch yet" for name, one in both if one is not None and not one.initialized]
     if not quantizer.initialized or layer.weight.is_meta:
@@ -114,17 +113,13 @@ def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
         return found
     if fallen := int((scale_C <= floor).sum()):
         notes.append(f"scales at their floor: {fallen}")
-    return found | _compared(quantizer, quantizer.by_channel(whole(layer.weight_rows())), scale_C)
-
-
-def _compared(quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> dict[str, Any]:
-    low = quantizer.quant_min
-    high = quantizer.quant_max
+    w_CN = quantizer.by_channel(whole(layer.weight_rows()))
+    low, high = quantizer.quant_min, quantizer.quant_max
     offset_C = torch.zeros_like(scale_C) if quantizer.offset is None else whole(quantizer.offset)
     v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
     signal, noise = (x_CN.square().sum(dtype=widest(w_CN)) for x_CN in (w_CN, y_CN - w_CN))
-    return {
+    return found | {
         "scale": (float(scale_C.min()), float(scale_C.max())),
         "saturation": float(((v_CN <= low) | (v_CN >= high)).double().mean()),
         "sqnr_db": float(10 * (signal / noise).log10()) if signal else None,
