@@ -58,8 +58,8 @@ def test_trainers_run_unmodified(
         if torch.__version__ < "2.13":
             pytest.skip("torchtitan needs torch 2.13")
         cases = [case for case in cases if "pipeline" not in case]  # needs 2.14
-    # Processes of its own, which end: trainers, and DTensor, keep groups for good; with torch 2.15 torchtitan has one.
-    named = [["plain", name]] if torch.__version__ < "2.15" else [["plain"], [name]]
+    # Processes of its own, which end: trainers and DTensor keep groups for good; from torch 2.14 torchtitan has one.
+    named = [["plain", name]] if torch.__version__ < "2.14" else [["plain"], [name]]
     parts = [ranks.fresh(world).run(jobs, trainer, cases, one, str(tmp_path / "store"), lost=world) for one in named]
     of_ranks = [[one for part in of_rank for one in part] for of_rank in zip(*parts, strict=True)]
     if isinstance(of_ranks[0][0], str):
