@@ -9,7 +9,7 @@
 
 #include "thinwire.h"
 
-enum { MAX_THREADS = 64, TILE = 1024 };
+enum { MAX_THREADS = 64 };
 
 extern const tw_kernels tw_baseline;
 #if defined(__x86_64__)
@@ -86,11 +86,6 @@ static void run_boxes(const tw_task *task) {
   run_units(task, kernels()->fake, fake->cuts_o * fake->cuts_c * fake->cuts_i, fake->threads);
 }
 
-static int known(const tw_job *job) {
-  if (job->kind == TW_LLOYD || job->kind == TW_TRELLIS) return job->block <= TILE;
-  return job->kind >= TW_IDENTITY && job->kind < TW_LLOYD;
-}
-
 /* Write the header, and zeros in the gaps between sections. */
 static void frame(const tw_job *job, uint8_t *wire) {
   int64_t scales_end = job->scales_at + 2 * job->num_blocks, codes_at = job->plane_at[0];
@@ -109,44 +104,33 @@ static void frame(const tw_job *job, uint8_t *wire) {
 TW_EXPORT int tw_abi(void) { return TW_ABI; }
 TW_EXPORT const char *tw_variant(void) { return kernels()->name; }
 
-TW_EXPORT int tw_encode(const tw_job *job, const void *x, float *residual, uint8_t *wire) {
-  if (!known(job)) return TW_UNKNOWN;
+/* wire = encode(x + residual), and the residual that is left, or without x wire = encode(the sum of wires). */
+TW_EXPORT void tw_encode(const tw_job *job, const void *x, float *residual, const uint8_t *wires, uint8_t *wire) {
   frame(job, wire);
-  tw_task task = {.job = job, .x = x, .residual = residual, .wire = wire};
-  run_all(&task, kernels()->encode);
-  return TW_OK;
+  tw_task task = {.job = job, .x = x, .residual = residual, .wires = x ? wire : wires, .wire = wire};
+  run_all(&task, x ? kernels()->encode : kernels()->recode);
 }
 
-TW_EXPORT int tw_decode_sum(const tw_job *job, const uint8_t *wires, void *out) {
-  if (!known(job)) return TW_UNKNOWN;
+TW_EXPORT void tw_decode_sum(const tw_job *job, const uint8_t *wires, void *out) {
   tw_task task = {.job = job, .wires = wires, .out = out};
   run_all(&task, kernels()->decode_sum);
-  return TW_OK;
 }
 
-TW_EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
-  if (!known(job)) return TW_UNKNOWN;
-  frame(job, wire);
-  tw_task task = {.job = job, .wires = wires, .wire = wire};
-  run_all(&task, kernels()->recode);
-  return TW_OK;
-}
-
+/* Returns whether a scale is invalid. */
 TW_EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const float *scale, const float *shift, void *y) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .scale = scale, .shift = shift, .out = y, .bad_scale = &bad_scale};
   run_boxes(&task);
-  return bad_scale ? TW_BAD_SCALE : TW_OK;
+  return bad_scale;
 }
 
-TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const float *scale,
-                                    const float *shift, void *dx, float *sums, double *partials, double factor) {
+TW_EXPORT void tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const float *scale,
+                                     const float *shift, void *dx, float *sums, double *partials, double factor) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .grad = grad, .scale = scale, .shift = shift, .out = dx, .sums = sums,
                   .partials = partials, .factor = factor, .bad_scale = &bad_scale};
   run_boxes(&task);
   if (partials) kernels()->finish_fake(&task, fake->cuts_o * fake->cuts_i);
-  return TW_OK;
 }
 
 static int64_t exact_blocks(const tw_exact *exact) { return (exact->numel + TW_EXACT_BLOCK - 1) / TW_EXACT_BLOCK; }
@@ -166,12 +150,13 @@ TW_EXPORT int64_t tw_exact_encode(const tw_exact *exact, const void *fresh, cons
   return end;
 }
 
+/* Returns whether the bytes are damaged. */
 TW_EXPORT int tw_exact_decode(const tw_exact *exact, const uint8_t *bytes, const int64_t *starts, const void *base,
                               void *out) {
   int32_t damaged = 0;
   tw_task task = {.exact = exact, .wires = bytes, .starts = starts, .base = base, .out = out, .bad_scale = &damaged};
   run_units(&task, kernels()->exact_decode, exact_blocks(exact), exact->threads);
-  return damaged ? TW_DAMAGED : TW_OK;
+  return damaged;
 }
 
 TW_EXPORT void tw_exact_count(const tw_exact *exact, const void *fresh, const void *base, int64_t stride, int64_t *counts) {

@@ -5,11 +5,10 @@
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-enum { TW_ABI = 7 };
+enum { TW_ABI = 8 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD, TW_TOPK, TW_TRELLIS };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16 };                  /* dtype of x and out, variant of the identity */
-enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1, TW_DAMAGED = 2 };
 
 typedef struct {
   int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD, TRELLIS: 1 = rotated */
@@ -47,9 +46,9 @@ typedef struct {
 /* The buffers of one operation, which runs over blocks [first, last), or over elements if there are no blocks. */
 typedef struct {
   const tw_job *job;
-  const void *x;         /* encode */
+  const void *x;         /* encode; NULL: recode */
   float *residual;       /* encode, may be NULL */
-  const uint8_t *wires;  /* decode_sum, recode */
+  const uint8_t *wires;  /* decode_sum, recode; encode: its own wire, to find the residual */
   uint8_t *wire;         /* encode, recode */
   void *out;             /* decode_sum; y or dx of a fake quantization; NULL: dx is not needed */
   const tw_fake *fake;   /* instead of job; it runs over boxes */

@@ -233,8 +233,14 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
     x[2345] = torch.nan
     x[n // 3 : n // 3 + 900] *= 1e-30
     used: list[int] = []
-    run = cpu._run
-    monkeypatch.setattr(cpu, "_run", lambda name, job, *pointers: (used.append(job.threads), run(name, job, *pointers)))
+    make = cpu._job
+
+    def noted(*args: Any) -> Any:
+        job = make(*args)
+        used.append(job.threads)
+        return job
+
+    monkeypatch.setattr(cpu, "_job", noted)
 
     def act() -> Results:
         wire = cases.wire_of(codec, x)

@@ -14,7 +14,7 @@ from thinwire.kernels.schema import Encoding, FakeGradients, Grid, LloydTable, T
 from thinwire.wire import EXACT_BLOCK, EXACT_CLASSES, HEADER_BYTES, ExactTables, Format, Layout, exact_lengths, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 7  # of native/thinwire.h
+_ABI = 8  # of native/thinwire.h
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantization; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should at least hold; fewer => slower access to memory
@@ -80,7 +80,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     """wire = encode(x + residual); residual = x + residual - decode(wire), unchanged in non-finite blocks."""
     job = _job(how, how.format.layout(x.numel()), _DTYPES[x.dtype], rotation, dither)
     updates = None if residual is None else residual.data_ptr()
-    _run("tw_encode", job, x.data_ptr(), updates, wire.data_ptr())
+    _library().tw_encode(job, x.data_ptr(), updates, None, wire.data_ptr())
 
 
 def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
@@ -89,7 +89,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     key = read_key(layout, wires_WN) if rotation is None else rotation
     job = _job(decoding(format), layout, _DTYPES[out.dtype], key, 0)
     _take_wires(job, wires_WN, scale)
-    _run("tw_decode_sum", job, wires_WN.data_ptr(), out.data_ptr())
+    _library().tw_decode_sum(job, wires_WN.data_ptr(), out.data_ptr())
 
 
 def recode(
@@ -100,7 +100,7 @@ def recode(
     key = read_key(layout, wires_WN) if rotation is None else rotation
     job = _job(how, layout, 0, key, dither)
     _take_wires(job, wires_WN, scale)
-    _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
+    _library().tw_encode(job, None, None, wires_WN.data_ptr(), wire.data_ptr())
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:
@@ -108,7 +108,7 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
     shift = None if shift_C is None else shift_C.data_ptr()
     tensors = x_OCI.data_ptr(), scale_C.data_ptr(), shift, out_OCI.data_ptr()
-    return not _library().tw_fake_quantize(job, *tensors)  # TW_OK, or TW_BAD_SCALE
+    return not _library().tw_fake_quantize(job, *tensors)
 
 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
@@ -135,7 +135,7 @@ def exact_encode(new: Tensor, base: Tensor) -> tuple[ExactTables, Tensor, Tensor
 def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tensor, out: Tensor) -> bool:
     """out = the numbers that were encoded; False if the bytes are damaged."""
     pointers = blocks.data_ptr(), starts.data_ptr(), base.data_ptr(), out.data_ptr()
-    return not _library().tw_exact_decode(_exact(tables, base), *pointers)  # TW_OK, or TW_DAMAGED
+    return not _library().tw_exact_decode(_exact(tables, base), *pointers)
 
 
 def _exact(tables: ExactTables, base: Tensor) -> _Exact:
@@ -181,23 +181,15 @@ def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
 def _template(how: Encoding, layout: Layout) -> bytes:
     """The part of a job that depends on codec and length alone."""
     format = layout.format
-    job = _Job(
-        kind=format.kind,
-        bits=format.bits,
-        variant=format.variant,
-        stochastic=how.stochastic,
-        unbiased=how.unbiased,
-        num_planes=len(layout.planes),
-        threads=1,
-        scale=1.0,
-        numel=layout.numel,
-        block=format.block,
-        num_blocks=layout.num_blocks,
-        tail=layout.tail,
-        scales_at=layout.scales_at,
-        minima_at=layout.minima_at,
-        nbytes=layout.nbytes,
-    )
+    job = _Job(threads=1, scale=1.0, world=1, num_planes=len(layout.planes))
+    sources = {
+        "stochastic unbiased": how,
+        "kind bits variant block": format,
+        "numel num_blocks tail scales_at minima_at nbytes": layout,
+    }
+    for names, source in sources.items():  # which call these fields the same
+        for name in names.split():
+            setattr(job, name, getattr(source, name))
     for i, (width, at) in enumerate(layout.planes):
         job.plane_width[i] = width
         job.plane_at[i] = at
@@ -212,11 +204,6 @@ def _template(how: Encoding, layout: Layout) -> bytes:
         elif isinstance(table, TrellisTable):
             job.shift = table.shift
     return bytes(job)
-
-
-def _run(name: str, job: _Job, *pointers: int | None) -> None:
-    if getattr(_library(), name)(ctypes.byref(job), *pointers):
-        raise BackendError(f"native kernel {name} does not support this request; reinstall thinwire")
 
 
 def _library() -> ctypes.CDLL:
@@ -244,9 +231,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def _declare(library: ctypes.CDLL) -> None:
     pointer = ctypes.c_void_p
     job = ctypes.POINTER(_Job)
-    library.tw_encode.argtypes = [job, pointer, pointer, pointer]
+    library.tw_encode.argtypes = [job, *[pointer] * 4]
     library.tw_decode_sum.argtypes = [job, pointer, pointer]
-    library.tw_recode.argtypes = [job, pointer, pointer]
     fake = ctypes.POINTER(_Fake)
     library.tw_fake_quantize.argtypes = [fake, *[pointer] * 4]
     library.tw_fake_quantize_grad.argtypes = [fake, *[pointer] * 7, ctypes.c_double]
