@@ -91,16 +91,19 @@ def exact_decode(tables: ExactTables, blocks: Tensor, starts: Tensor, base: Tens
 
 def ordered(x: Tensor) -> Tensor:
     """The bits of numbers, as integers that sort like the numbers."""
-    format = FORMATS[x.dtype]
-    bits = x.contiguous().view(format.signed).long()
-    return bits ^ ((bits >> 63) & ((1 << (format.bits - 1)) - 1))
+    return _mirrored(x.contiguous().view(FORMATS[x.dtype].signed))
+
+
+def _mirrored(bits: Tensor) -> Tensor:
+    """Negative integers with all bits but the sign inverted; doing it twice gives them back."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def differences(new: Tensor, base: Tensor) -> Tensor:
     """u of every number."""
     bits = FORMATS[base.dtype].bits
-    d = _wrapped(ordered(new) - ordered(base), bits)
-    return (d << 1 ^ d >> 63) & ((1 << bits) - 1)
+    d = ordered(new) - ordered(base)  # wraps
+    return (d << 1 ^ d >> bits - 1).long() & (1 << bits) - 1
 
 
 def exponents(base: Tensor) -> Tensor:
@@ -109,15 +112,10 @@ def exponents(base: Tensor) -> Tensor:
     return base.contiguous().view(format.signed).long() >> format.mantissa & format.exponents
 
 
-def _wrapped(x: Tensor, bits: int) -> Tensor:
-    return ((x + (1 << (bits - 1))) & ((1 << bits) - 1)) - (1 << (bits - 1))
-
-
 def _undone(base: Tensor, u: Tensor) -> Tensor:
     """The numbers whose differences from the base are u."""
-    format = FORMATS[base.dtype]
-    bits = _wrapped(ordered(base) + (u >> 1 ^ -(u & 1)), format.bits)
-    return (bits ^ ((bits >> 63) & ((1 << (format.bits - 1)) - 1))).to(format.signed).view(base.dtype)
+    d = (u >> 1 ^ -(u & 1)).to(FORMATS[base.dtype].signed)
+    return _mirrored(ordered(base) + d).view(base.dtype)
 
 
 # --- the choice of parameters -----------------------------------------------------------------------------------------
