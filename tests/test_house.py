@@ -130,12 +130,12 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 6739,
-    "tools.bench": 938,
-    "tools.advise": 815,
+    "tools.bench": 934,
+    "tools.advise": 811,
     "tools.report": 274,
     "tools.local": 458,
-    "tools": 4376,
-    "qat": 2200,
+    "tools": 4368,
+    "qat": 2182,
 }
 
 
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 30_045),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 29_995),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

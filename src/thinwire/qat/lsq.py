@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import QatError, QatStateError
-from thinwire.qat.agreement import Agreement, Ranks
+from thinwire.qat import starts
+from thinwire.qat.agreement import Agreement, Ranks, widest
 from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
 from thinwire.qat.ranges import ranks_in_step
-from thinwire.qat.starts import least_error, mean_magnitude, three_sigmas, usable
 
 BITS = range(2, 9)
 _BEFORE_COMPILE = (
@@ -205,12 +205,12 @@ class LSQ(nn.Module):
 
     def estimate(self, x: Tensor) -> Start | None:
         """The paper's start for x, of all ranks together: 2 * mean|x| / sqrt(quant_max). None where x says nothing."""
-        found = mean_magnitude(self.by_channel(x), self._agreement)
-        if found is None:
+        x_CN = self.by_channel(x)
+        magnitude_C, negative_C, count_C = starts.sums(self._agreement, x_CN.abs(), x_CN < 0)
+        if not magnitude_C.any():
             return None
-        mean_C, negative = found
-        signed = (negative or self.quant_min < 0) if self.symmetric == "auto" else self.symmetric
-        return Start(usable(2 * mean_C / math.sqrt(self._range(signed)[1])), None, signed)
+        signed = (bool(negative_C.any()) or self.quant_min < 0) if self.symmetric == "auto" else self.symmetric
+        return Start(starts.usable(2 * magnitude_C / count_C / math.sqrt(self._range(signed)[1])), None, signed)
 
     def _blind(self, weight: Tensor) -> Start:
         """A start for a weight of zeros: as if its elements were as large as 1 / sqrt(n), n of them to a channel."""
@@ -320,10 +320,13 @@ class LSQPlus(LSQ):
         """The paper's start for x, of all ranks together. None where x says nothing."""
         x_CN = self.by_channel(x)
         if self.symmetric:
-            reach_C = three_sigmas(x_CN, self._agreement)
-            return None if reach_C is None else Start(usable(reach_C / (1 << self.bits - 1)), None, True)
-        ends = least_error(x_CN, self.quant_max, self._agreement)
-        return None if ends is None else Start(usable((ends[1] - ends[0]) / self.quant_max), ends[0], False)
+            x_CN = x_CN.to(widest(x_CN))
+            sum_C, square_C, count_C = starts.sums(self._agreement, x_CN, x_CN.square())
+            mean_C = sum_C / count_C
+            reach_C = mean_C.abs() + 3 * (square_C / count_C - mean_C.square()).clamp(min=0).sqrt()
+            return Start(starts.usable(reach_C / (1 << self.bits - 1)), None, True) if square_C.any() else None
+        ends = starts.least_error(x_CN, self.quant_max, self._agreement)
+        return None if ends is None else Start(starts.usable((ends[1] - ends[0]) / self.quant_max), ends[0], False)
 
 
 def _check(bits: int, symmetric: bool | str | None, group: int, axis: int | None, init_batches: int) -> None:

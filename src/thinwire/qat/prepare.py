@@ -164,11 +164,10 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
             names = [name for one in found for name in one.names]
-            near = [f"did you mean {name}? " for name in difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)]
-            listed = ", ".join(names[:_LISTED] + ["..."] * (len(names) > _LISTED))
-            raise QatError(
-                f"skip={pattern!r} names no layer that could be quantized; {''.join(near)}the layers are {listed}"
-            )
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+            raise QatError(f"skip={pattern!r} names no layer that could be quantized; {hint}the layers are {listed}")
     chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
         raise QatError(

@@ -2,8 +2,7 @@
 
 Shape suffixes: C channels (whatever has a scale of its own), N elements of a channel on this rank, K candidates.
 
-A rank whose x is empty or not finite adds nothing. Where no rank has anything to add, the answer is None; it is on all
-ranks or on none.
+A rank whose x is empty or not finite adds nothing.
 """
 
 import torch
@@ -19,28 +18,18 @@ _LEAST = torch.finfo(torch.float32).tiny  # of scales with a finite inverse
 _MOST = torch.finfo(torch.float32).max
 
 
-def mean_magnitude(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, bool] | None:
-    """mean|x| of every channel, and whether any x is negative."""
-    sums = _sums([x_CN.abs(), x_CN < 0], ranks)
-    if sums is None or not sums[0].any():
-        return None
-    magnitude_C, negative_C, count_C = sums
-    return magnitude_C / count_C, bool(negative_C.any())
-
-
-def three_sigmas(x_CN: Tensor, ranks: Agreement) -> Tensor | None:
-    """max(|mean - 3 std|, |mean + 3 std|) of every channel."""
-    x_CN = x_CN.to(widest(x_CN))
-    sums = _sums([x_CN, x_CN.square()], ranks)
-    if sums is None or not sums[1].any():
-        return None
-    mean_C = sums[0] / sums[2]
-    square_C = sums[1] / sums[2]
-    return mean_C.abs() + 3 * (square_C - mean_C.square()).clamp(min=0).sqrt()
+def sums(ranks: Agreement, *terms_CN: Tensor) -> Tensor:
+    """The sum of each term over a channel and over ranks, and last the number of elements."""
+    rows = [term_CN.sum(1, dtype=widest(terms_CN[0])) for term_CN in terms_CN]
+    sums_TC = torch.stack([*rows, torch.full_like(rows[0], terms_CN[0].shape[1])])
+    return ranks.total(sums_TC.where(sums_TC.isfinite().all(), torch.zeros_like(sums_TC)))
 
 
 def least_error(x_CN: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor] | None:
-    """The range of every channel, from the whole one shortened above, then below, that a grid fits best."""
+    """The range of every channel, from the whole one shortened above, then below, that a grid fits best.
+
+    None where no rank has an x to add.
+    """
     x_CN = x_CN if x_CN.isfinite().all() else x_CN[:, :0]
     low_C, high_C = ranks.range(*(end.to(widest(end)) for end in range_of(x_CN)))  # wide enough for any range's length
     constant_C = low_C == high_C  # such a channel's range reaches to zero
@@ -60,15 +49,6 @@ def usable(scale_C: Tensor) -> Tensor:
     alive_C = scale_C > 0
     mean = scale_C.where(alive_C, torch.zeros_like(scale_C)).sum() / alive_C.sum()
     return scale_C.where(alive_C, mean).clamp(_LEAST, _MOST)
-
-
-def _sums(terms: list[Tensor], ranks: Agreement) -> list[Tensor] | None:
-    """The sum of each term over a channel and over ranks, and last the number of elements."""
-    wide = widest(terms[0])
-    rows = [term_CN.sum(1, dtype=wide) for term_CN in terms]
-    sums_TC = torch.stack([*rows, torch.full_like(rows[0], terms[0].shape[1])])
-    sums_TC = ranks.total(sums_TC.where(sums_TC.isfinite().all(), torch.zeros_like(sums_TC)))
-    return list(sums_TC) if sums_TC[-1].any() else None
 
 
 def _best(x_CN: Tensor, low_KC: Tensor, high_KC: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor]:

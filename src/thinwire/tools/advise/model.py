@@ -67,13 +67,9 @@ class TrainingJob:
         return self.trained or self.params
 
     @property
-    def layers(self) -> int:
-        return max(1, round(math.cbrt(self.params / LAYER)))
-
-    @property
     def pieces(self) -> int:
         if self.parallel == FSDP2:
-            return min(self.params, self.units or self.layers)
+            return min(self.params, self.units or max(1, round(math.cbrt(self.params / LAYER))))
         return min(self.learns, -(-self.learns * self.dtype.itemsize // self.bucket_bytes))
 
     def hidden_s(self, machine: Machine) -> float:

@@ -137,20 +137,16 @@ def loads(text: str) -> Record:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise RecordError(f"expected a record of schema {SCHEMA}, got {found!r}: write it with this thinwire's bench")
-    _check_parts(data)
-    record = Record(data["kind"], data["conditions"], data["rows"])
-    for number, row in enumerate(record.rows):
-        _check_row(record.kind, number, row)
-    return record
-
-
-def _check_parts(data: dict[str, Any]) -> None:
     for part, kind in (("kind", str), ("conditions", dict), ("rows", list)):
         if not isinstance(data.get(part), kind):
             raise RecordError(f"expected {part!r} to be a {kind.__name__}, got {type(data.get(part)).__name__}")
     missing = [name for name in CONDITIONS if name not in data["conditions"]]
     if missing:
         raise RecordError(f"the conditions lack {', '.join(missing)}: a number travels with its conditions")
+    record = Record(data["kind"], data["conditions"], data["rows"])
+    for number, row in enumerate(record.rows):
+        _check_row(record.kind, number, row)
+    return record
 
 
 def _check_row(kind: str, number: int, row: object) -> None:

@@ -261,8 +261,8 @@ def row_of(
         {seed: fmean(one.loss for one in ranks) for seed, ranks in enumerate(found)} for found in (mine, results[NONE])
     )
     finite = all(map(math.isfinite, losses.values()))
-    gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
-    ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
+    gap = pairs.difference(losses, fp32)
+    ratios = [math.log(losses[seed] / fp32[seed]) for seed in fp32]
     p20, p50, p80 = timing.percentiles(timing.slowest(times, scheme.name))
     step_ms = {name: median(timing.slowest(times, name)) for name in (NONE, BF16, COMPUTE)}
     source = "interface" if plan.link else "transport"
@@ -275,7 +275,7 @@ def row_of(
         **{"seeds": plan.seeds, "steps": plan.steps, "params": mine[0][0].params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
         **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.gap if finite else None},
-        "val_gap_error": None if gap.half is None else gap.half / pairs.t95(plan.seeds - 1),
+        "val_gap_error": gap.half / pairs.t95(plan.seeds - 1) if gap.half is not None and finite else None,
         **{"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "compute_ms": step_ms[COMPUTE]},
         "cpu_ms_per_rank": timing.cpu_ms([part[scheme.name] for part in times]),
         **{"speedup_plain": step_ms[NONE] / p50, "speedup_bf16": step_ms[BF16] / p50},

@@ -67,12 +67,12 @@ def examine(place: RankPlace, patience_s: float) -> Found:
         raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
     if not problems and place.world > 1:
         try:
-            rates = exchange(place, patience_s)
+            for rank, rate in enumerate(exchange(place, patience_s)):
+                ranks[rank]["gbit_per_s"] = rate
         except ThinwireError as error:
             if place.rank:
                 raise
-            return Found(place.world, ranks, [str(error)])
-        ranks = {rank: {**said, "gbit_per_s": rates[rank]} for rank, said in ranks.items()}
+            problems.append(str(error))
     return Found(place.world, ranks, problems)
 
 
