@@ -45,21 +45,16 @@ _EIGHT_BITS = "int8:block={},mode=affine"
 _P = ParamSpec("_P")
 
 
-def _check_bucket(bucket: object) -> None:
-    """FSDP1 calls its hooks with a state, a gradient and, unless it does not shard, a part to write."""
-    if isinstance(bucket, Tensor):
-        raise CollectiveError(
-            "thinwire's hooks take the buckets of DistributedDataParallel, got a gradient, as FSDP1 passes it: shard "
-            "the model with torch.distributed.fsdp.fully_shard (FSDP2), and call thinwire.compress_fsdp"
-        )
-
-
 def _of_buckets(hook: Callable[_P, Future[Tensor]]) -> Callable[_P, Future[Tensor]]:
-    """A hook that raises a clear error if it gets no bucket."""
+    """A hook that raises a clear error if it gets a gradient and perhaps a part to write, as FSDP1 passes them."""
 
     @wraps(hook)
     def checked(*args: _P.args, **options: _P.kwargs) -> Future[Tensor]:
-        _check_bucket(args[1] if len(args) > 1 else None)
+        if any(isinstance(given, Tensor) for given in args):
+            raise CollectiveError(
+                "thinwire's hooks take the buckets of DistributedDataParallel, got a gradient, as FSDP1 passes it: "
+                "shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and call thinwire.compress_fsdp"
+            )
         return hook(*args, **options)
 
     return checked
@@ -143,9 +138,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _named(partial(_in_sixteen_bits, torch.bfloat16, hook), f"bf16_compress_wrapper({_name(hook)})")
 
 
+@_of_buckets
 def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket, *_: Any) -> Future[Tensor]:
     """The hook's result in the bucket's own dtype, written into the bucket."""
-    _check_bucket(bucket)
     numbers = _numbers(bucket)
     narrow = numbers.to(dtype)
     if _is_pair(bucket):
