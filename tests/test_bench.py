@@ -244,9 +244,8 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
         collectives.run([RankSetup(world=2, link=MBIT)], progress=interrupted, **how)
     (row,) = stop.value.record.rows
     payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
-    assert (
-        payload < counted < payload * (1 + 2 * 66 / 1448) + 10_000
-    )  # a header and an acknowledgement per segment; retries
+    # A header and an acknowledgement per segment; retries.
+    assert payload < counted < payload * (1 + 2 * 66 / 1448) + 10_000
     assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 26250 / payload  # bursts of both ends fly free
     assert row["identical"] is True
     assert multiprocessing.active_children() == []

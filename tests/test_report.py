@@ -48,13 +48,8 @@ def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
 
 
 def test_numbers() -> None:
-    assert [report.significant(x) for x in (0, 0.01234, 1.234, 12.34, 1234.4)] == [
-        "0",
-        "0.0123",
-        "1.23",
-        "12.3",
-        "1234",
-    ]
+    shown = [report.significant(x) for x in (0, 0.01234, 1.234, 12.34, 1234.4)]
+    assert shown == ["0", "0.0123", "1.23", "12.3", "1234"]
     assert [report.percent(x) for x in (0.0042, 0.0521, 0.961)] == ["0.4%", "5.2%", "96%"]
     assert (report.scientific(0.0095), report.fixed(3, "+")(0.0124)) == ("9.50e-3", "+0.012")
     assert (report.counted(1, "row"), report.counted(2, "row")) == ("1 row", "2 rows")
