@@ -571,7 +571,7 @@ def test_compiling_before_the_channels_are_known_says_so(compiled: Callable[[tor
         run(torch.ones(3, 4))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_scripting_is_refused_in_words() -> None:
     with pytest.raises(TypeError, match="cannot be scripted"):
         torch.jit.script(torch.nn.Sequential(LearnableFakeQuantize(MinMaxObserver)))
