@@ -35,7 +35,10 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
 def fake_quantize_grad(grid: Grid, of: FakeGradients, factor: float) -> None:
     """dx and the parameters' gradients of `Grid`, added in doubles."""
     at = _place(grid, of.x_OCI, of.scale_C, of.shift_C)
-    outside = _outside(grid, at)
+    if grid.paper:
+        outside = (at.v_OCI <= at.low_C1) | (at.v_OCI >= at.high_C1)
+    else:
+        outside = (at.r_OCI < at.low_C1) | (at.r_OCI > at.high_C1)
     if of.dx_OCI is not None:
         of.dx_OCI.copy_(of.grad_OCI.masked_fill(outside, 0))
     g_OCI = of.grad_OCI.double()
@@ -58,12 +61,6 @@ def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -
         scale_C1 = scale_C1.where(zero_C1.isfinite(), torch.nan)
     v_OCI = (x_OCI.to(compute) - offset_C1) * (1 / scale_C1)
     return _Placed(scale_C1, offset_C1, grid.quant_min - zero_C1, grid.quant_max - zero_C1, v_OCI, v_OCI.round())
-
-
-def _outside(grid: Grid, at: _Placed) -> Tensor:
-    if grid.paper:
-        return (at.v_OCI <= at.low_C1) | (at.v_OCI >= at.high_C1)
-    return (at.r_OCI < at.low_C1) | (at.r_OCI > at.high_C1)
 
 
 # --- the integers themselves, for weights that are kept or sent as such -----------------------------------------------
