@@ -234,13 +234,7 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
     x[n // 3 : n // 3 + 900] *= 1e-30
     used: list[int] = []
     make = cpu._job
-
-    def noted(*args: Any) -> Any:
-        job = make(*args)
-        used.append(job.threads)
-        return job
-
-    monkeypatch.setattr(cpu, "_job", noted)
+    monkeypatch.setattr(cpu, "_job", lambda *how: (job := make(*how), used.append(job.threads))[0])
 
     def act() -> Results:
         wire = cases.wire_of(codec, x)
