@@ -37,7 +37,7 @@ FLOORS = [
     {"hooks", "registration", "rehearsal"},
     {"tools.local", "tools.pairs"},
     {"tools.bench", "tools.recommend"},
-    {"tools.report", "tools.advise"},
+    {"tools.report", "tools.advise", "tools.rehearsal"},
     {"tools.cli"},
     {"tools", "__main__"},
 ]
@@ -130,11 +130,11 @@ def test_nothing_of_the_package_imports_the_studies() -> None:
 
 LINES = {  # at most
     "kernels": 6720,
-    "tools.bench": 934,
+    "tools.bench": 940,
     "tools.advise": 811,
     "tools.report": 274,
     "tools.local": 458,
-    "tools": 4368,
+    "tools": 4383,
     "qat": 2182,
 }
 

@@ -20,8 +20,8 @@ from ranks import RankPool
 from replicas import Group
 from thinwire import CodecError, CollectiveError, NonfiniteError
 from thinwire.rehearsal import buckets_of
+from thinwire.tools import rehearsal
 from thinwire.tools.bench import record
-from thinwire.tools.cli import rehearse
 from thinwire.tools.cli.app import app
 
 STEPS = 4
@@ -312,10 +312,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(os, "environ", env)
             patch.setattr(sys, "argv", command[2:])
             patch.setattr(sys, "path", [*sys.path])
-            rehearse.main()
+            rehearsal.main()
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(rehearse, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -131,7 +131,9 @@ def read(path: str) -> Record:
 
 def loads(text: str) -> Record:
     try:
-        data = json.loads(text, parse_constant=lambda name: None)  # what is not finite is null
+        data = json.loads(text, parse_constant=_refuse)
+    except RecordError:
+        raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise RecordError(f"not JSON ({error}); expected what `thinwire bench ... --json FILE` writes") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
@@ -147,6 +149,10 @@ def loads(text: str) -> Record:
     for number, row in enumerate(record.rows):
         _check_row(record.kind, number, row)
     return record
+
+
+def _refuse(constant: str) -> None:
+    raise RecordError(f"{constant} is no JSON number; what is not finite is null")
 
 
 def _check_row(kind: str, number: int, row: object) -> None:
