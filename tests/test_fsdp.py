@@ -24,7 +24,6 @@ from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_fsdp
 from thinwire.integrations.fsdp import rows
-from thinwire.log import announce_once
 
 # --- a network --------------------------------------------------------------------------------------------------------
 
@@ -731,12 +730,12 @@ def test_what_travels_as_it_is_is_announced_once(group: Group, replicas: bool) -
 
 @on_ranks(2)
 def test_small_units_get_a_hint_on_nccl(group: Group) -> None:
-    announce_once.cache_clear()
-    out, fsdp = io.StringIO(), "thinwire.integrations.fsdp"
-    on_nccl, several = mock.patch(f"{fsdp}.on_nccl", return_value=True), mock.patch(f"{fsdp}._SEVERAL", 1)
-    with on_nccl, several, contextlib.redirect_stderr(out):
+    named = {"on_nccl": mock.Mock(return_value=True), "_SEVERAL": 1, "announce_once": mock.Mock()}
+    with mock.patch.multiple("thinwire.integrations.fsdp", **named):
         compress_fsdp(shard(Net(), line(group)))
-    assert ("fully_shard([block0, block1]" in out.getvalue()) == (group.rank() == 0)
+    assert [call.args[0].count("fully_shard([block0") for call in named["announce_once"].mock_calls] == [1][
+        group.rank() :
+    ]
 
 
 def _typed(kind: str) -> Net:

@@ -48,18 +48,6 @@ def unpicklable(group: dist.ProcessGroup) -> object:
     return lambda: None
 
 
-def hash_seed(group: dist.ProcessGroup) -> int:
-    return hash("a name")
-
-
-def test_neighbors_differ_in_their_hash_seeds(ranks: RankPool) -> None:
-    """Or a set of names that is walked on the way to a collective would have one order on all ranks."""
-    if "PYTHONHASHSEED" in os.environ:
-        pytest.skip("PYTHONHASHSEED is set")
-    even, odd, again = ranks(3).run(hash_seed)
-    assert even == again != odd
-
-
 def test_exceptions_name_their_ranks_and_leave_the_pool_alone(ranks: RankPool) -> None:
     pids = ranks(4).run(pid)
     with pytest.raises(RuntimeError, match=r"raise_on_odd \(world 4\) failed on ranks 1, 3") as caught:
