@@ -177,9 +177,9 @@ def proven() -> str:
 
 
 def _is_evidence(row: record.Row) -> bool:
-    """Not of activations, classifiers (they have no validation loss) or rehearsals (of one script each)."""
+    """Not of activations, classifiers (they have no validation loss), rehearsals, or DiLoCo with another momentum."""
     asked = row.get("params", 0) is not None and row.get("parallel") not in ("tp", "pp")
-    return asked and row.get("task") not in ("digits", "mlp", "wide")
+    return asked and row.get("task") not in ("digits", "mlp", "wide") and row.get("outer_momentum") in (None, 0.9)
 
 
 def _rounded(seconds: float) -> float:

@@ -728,16 +728,6 @@ def test_what_travels_as_it_is_is_announced_once(group: Group, replicas: bool) -
     assert said[1].count("compress_fsdp: gradients of torch.float64 are not compressed\n") == (group.rank() == 0)
 
 
-@on_ranks(2)
-def test_small_units_get_a_hint_on_nccl(group: Group) -> None:
-    named = {"on_nccl": mock.Mock(return_value=True), "_SEVERAL": 1, "announce_once": mock.Mock()}
-    with mock.patch.multiple("thinwire.integrations.fsdp", **named):
-        compress_fsdp(shard(Net(), line(group)))
-    assert [call.args[0].count("fully_shard([block0") for call in named["announce_once"].mock_calls] == [1][
-        group.rank() :
-    ]
-
-
 def _typed(kind: str) -> Net:
     """A frozen bf16 weight among those of fp32, or all in fp64."""
     net = Net()

@@ -531,7 +531,8 @@ def test_copies_are_equal_and_apart(copied: Callable[[LearnableFakeQuantize], An
     assert made(x) is x
     assert torch.equal(made.enable_param_learning()(x), quantizer.enable_param_learning()(x))
     made.scale.data.mul_(2)
-    made.fake_quant_enabled[0] = 0
+    made.fake_quant_enabled[0] = made.static_enabled[0] = 0
+    assert torch.equal(torch.compile(copied(made), backend="eager")(x), x)
     assert made(x) is x
     assert quantizer(x) is not x
 

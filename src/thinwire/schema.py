@@ -6,6 +6,7 @@ what was found. `field` makes the rule of one value; `fields`, `each`, `pairs` a
 
 import contextlib
 import inspect
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -143,7 +144,6 @@ LIST = field("a list", lambda value: isinstance(value, LISTS))
 TEXT = field("text", lambda value: isinstance(value, str))
 RANK = field("the number of a rank", lambda value: isinstance(value, str) and value.isascii() and value.isdecimal())
 FLAG = field("True or False", lambda value: isinstance(value, bool))
-_FLAG_OR_NONE = field("True, False or None", lambda value: value is None or isinstance(value, bool))
 CODEC = field("a codec", is_codec)
 STEPS = field("a number of steps below 2**48", lambda value: is_int(value) and 0 <= value < 1 << 48)
 RANKS = field("a number of ranks from 1 to 2**20", lambda value: is_int(value) and 1 <= value <= 1 << 20)
@@ -200,8 +200,8 @@ def _check_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
     fields({"param_groups": listed, "state": MAPPING})(name, saved)
     found: dict[Any, tuple[Tensor, Mapping[str, Any]]] = {}
     for index, (settings, present) in enumerate(zip(saved["param_groups"], optimizer.param_groups, strict=True)):
-        flags = [key for key, value in present.items() if key in settings and isinstance(value, bool)]
-        fields(dict.fromkeys(flags, _FLAG_OR_NONE))(f"{name}.param_groups[{index}]", settings)  # the rest: `_try_step`
+        rules = {key: _setting(value) for key, value in present.items() if key in settings}
+        fields(rules)(f"{name}.param_groups[{index}]", settings)
         found |= {key: (one, settings) for key, one in zip(ids[index], present["params"], strict=True)}
     number = field("the number of a parameter", lambda key: key in found)
     each(number, lambda _: each(TEXT, lambda _: field("finite numbers", is_kept)))(f"{name}.state", saved["state"])
@@ -215,6 +215,21 @@ def _check_optimizer(name: str, optimizer: Optimizer, saved: Any) -> None:
                 f"shape {tuple(parameter.shape)} as {name}.state[{key}], got "
                 f"{ {what: _brief(value) for what, value in held.items()} } ({error}); nothing was loaded"
             ) from error
+
+
+def _setting(present: Any) -> Rule:
+    """The rule of an optimizer's setting, by its present value; `_try_step` finds other faults."""
+    if isinstance(present, bool):
+        return field("True, False or None", lambda value: isinstance(value, bool | None))
+    if not isinstance(present, int | float):
+        return lambda *_: None
+    least = -math.inf if present < 0 else 0
+
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, Tensor) or (is_number and least <= value < math.inf)
+
+    return field(f"a finite number from {least}", fits)
 
 
 def _try_step(kind: Any, parameter: Tensor, settings: Mapping[str, Any], held: Mapping[str, Any]) -> None:

@@ -328,8 +328,9 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
 def _hints(state: DDPState, model: DistributedDataParallel) -> Iterator[str]:
     """Hints for ranks on NCCL: larger buckets; a mesh where ranks share hosts, and each sends all to other hosts."""
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    if getattr(model, "bucket_bytes_cap_default", False) and nbytes > 8 * model.bucket_bytes_cap:
-        yield "on NCCL larger buckets are faster: DistributedDataParallel(..., bucket_cap_mb=100) (docs/howto/ddp.md)"
+    is_default = getattr(model, "bucket_bytes_cap_default", False) and state.options.asked != "none"
+    if is_default and nbytes > 8 * model.bucket_bytes_cap:
+        yield "larger buckets usually gain more: DistributedDataParallel(model, bucket_cap_mb=100) (docs/howto/ddp.md)"
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
     in_hosts = inside > 1 and hosts > 1 and not rest and state.world == dist.get_world_size()

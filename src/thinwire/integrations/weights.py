@@ -288,17 +288,18 @@ class WeightSubscriber:
     def _updated(self, message: WeightMessage, copy: _Copy) -> _Copy:
         if message.digest != copy.manifest.digest():
             raise WireError("the update is of other names, shapes or dtypes than the snapshot: apply a new snapshot")
-        left, segments = message.body, []
+        at, segments = 0, []
         for old in copy.segments:
-            if len(left) < _SEGMENT.size:
+            if len(message.body) < at + _SEGMENT.size:
                 raise WireError("an update ends before its last segment: it is damaged")
-            size, total = _SEGMENT.unpack_from(left)
-            body, left = left[_SEGMENT.size : _SEGMENT.size + size], left[_SEGMENT.size + size :]
+            size, total = _SEGMENT.unpack_from(message.body, at)
+            body = message.body[at + _SEGMENT.size : at + _SEGMENT.size + size]
+            at += _SEGMENT.size + size
             new = old if old is None or not size else _decoded(body, old)
             if new is not None and _sum(new) != total:
                 raise WireError("the weights do not have the sum of the published ones: the update is damaged")
             segments.append(new)
-        if left:
+        if at != len(message.body):
             raise WireError("an update does not end with its last segment: it is damaged")
         return copy._replace(segments=segments)
 

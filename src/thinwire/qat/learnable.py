@@ -282,6 +282,14 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
         return self._enter(*modes)
 
+    def __getstate__(self) -> object:
+        self._seen_modes()  # so that a copy knows of flags written by hand
+        return super().__getstate__()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._enter(*self._modes)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         scale = state_dict.get(f"{prefix}scale")
         if self._unfitted and scale is not None and scale.numel() > 1:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.collectives.channel import channel_of, wait_in
-from thinwire.collectives.groups import on_nccl
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice import Chooser, bits_of, leaves
 from thinwire.integrations.choice.options import (
@@ -50,10 +49,8 @@ from thinwire.integrations.fsdp.torch_internals import (
 from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
-from thinwire.log import announce_once
 
 _NARROW = 8  # with fewer bits, rounding weights at every step costs accuracy
-_SEVERAL, _FEW = 4, 10_000_000  # more parameter groups, most of fewer elements: messages cost more than their bytes
 
 
 class FSDPState(Handle):
@@ -306,10 +303,6 @@ def compress_fsdp(
             "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",
             stacklevel=2,
         )
-    numels = sorted(sum(parameter.shape.numel() for parameter in group.parameters()) for group in groups)
-    is_small = len(groups) > _SEVERAL and numels[len(groups) // 2] < _FEW
-    if is_small and dist.get_rank() == 0 and on_nccl(groups[0].members[0]):
-        announce_once("on NCCL larger units are faster: fully_shard([block0, block1], ...) (docs/howto/fsdp.md)")
     return state
 
 

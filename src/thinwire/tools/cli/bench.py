@@ -75,12 +75,15 @@ def collectives_command(
       sudo thinwire bench collectives --world 4 --link 100mbit --codecs int8,lloyd4
       torchrun --nproc-per-node 8 -m thinwire bench collectives --json nccl.json
     """
+    names = flags.specs(codecs) or None
+    with screen.usage_errors("--codecs", CodecError):
+        collectives_bench.entries(names or (), 2)
     setups = setups_of(world, link, collectives_bench.WORLDS)
     run = partial(
         collectives_bench.run,
         setups,
         numels=flags.counts(numel, "--numel"),
-        codecs=flags.specs(codecs) or None,
+        codecs=names,
         rounds=rounds,
         quick=quick,
     )
@@ -115,13 +118,16 @@ def step_command(
     """
     if model not in (None, *MODELS):
         raise typer.BadParameter(f"{model!r} is not one of {', '.join(MODELS)}", param_hint="--model")
+    names = flags.specs(codecs) or None
+    with screen.usage_errors("--codecs", CodecError):
+        step_bench.lineup(names or (), parallel)
     setups = setups_of(world, link, (2,))
     run = partial(
         step_bench.run,
         setups,
         model=model,
         parallel=parallel.value,
-        codecs=flags.specs(codecs) or None,
+        codecs=names,
         rounds=rounds,
         quick=quick,
     )
@@ -154,7 +160,7 @@ def deliver(
     flags.writable(json, "--json")
     status = 0
     try:
-        with screen.plain_errors(), screen.usage_errors(None, BenchError, CodecError), screen.progress() as shown:
+        with screen.plain_errors(), screen.usage_errors(None, BenchError), screen.progress() as shown:
             record = measure(progress=shown)
     except Interrupted as stop:
         typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)

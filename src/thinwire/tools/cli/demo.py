@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.errors import RecordError
+from thinwire.errors import CodecError, RecordError
 from thinwire.tools import pairs, recommend, report
 from thinwire.tools.advise import verdict
 from thinwire.tools.advise.model import TrainingJob
@@ -29,13 +29,13 @@ from thinwire.tools.bench.models import Batch, StepModel, Transformer, Transform
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.step import BF16, COMPUTE, NONE, Replica, StepCase, StepSample, StepScheme
 from thinwire.tools.bench.timing import Effort
-from thinwire.tools.cli import flags
+from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.bench import deliver
 from thinwire.tools.local import launch, link as links
 from thinwire.tools.local.launch import RankSetup
 from thinwire.tools.local.link import LinkError, ShapedLink
 from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
-from thinwire.tools.report import SPEEDUPS, Column, TextGrid, fixed, grid, number, scaled, significant, texts
+from thinwire.tools.report import SPEEDUPS, Column, TextGrid, fixed, grid, number, scaled, significant, text, texts
 
 CODECS = (BF16, "int8", "lloyd4", "lloyd2")
 STEP_TIMES = "step times"
@@ -148,8 +148,11 @@ def command(
       thinwire demo --link 100mbit
       thinwire demo --quick --link loopback --json - > demo.json
     """
+    named = flags.specs(codecs) or None
+    with screen.usage_errors("--codecs", CodecError):
+        steps_bench.lineup(named or ())
     shaped = _usual_link() if link is None else None if link == LOOPBACK else flags.shaped(link)
-    deliver(partial(run, world, flags.specs(codecs), steps, shaped, quick), json, show=show)
+    deliver(partial(run, world, named, steps, shaped, quick), json, show=show)
 
 
 def _usual_link() -> ShapedLink | None:
@@ -189,7 +192,7 @@ def grids(rows: Sequence[Row]) -> list[TextGrid]:
 def _verdict(record: Record) -> Iterator[str]:
     """By the rule of thinwire advise, from this run's steps and losses."""
     first = record.rows[0]
-    link = report.text(first["link"])
+    link = text(first["link"])
     try:
         own = verdict.losses_of(record, "this run")
     except RecordError:
@@ -239,7 +242,7 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     """Times come first, so that a row is complete as soon as its last seed is trained."""
     setup = RankSetup(world=plan.world, link=plan.link)
     timed = tuple(dict.fromkeys((*plan.schemes, steps_bench.parse(BF16))))  # torch's bf16 hook always among them
-    runs = {f"{scheme.name}, seed {seed}": (scheme, seed) for scheme in plan.schemes for seed in range(plan.seeds)}
+    runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}
     times: list[dict[str, StepSample]] = []
     with launch.ranks(setup) as world:
@@ -247,7 +250,8 @@ def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
             if case == STEP_TIMES:
                 times = world.run(steps_bench.measure, StepCase(setup, timed, "demo", plan.model), plan.effort)
                 continue
-            scheme, seed = runs[case]
+            place, seed = divmod(runs.index(case), plan.seeds)
+            scheme = plan.schemes[place]
             results[scheme.name].append(world.run(train, plan, scheme, seed))
             if seed == plan.seeds - 1:
                 yield row_of(plan, scheme, results, times)
@@ -261,8 +265,8 @@ def row_of(
         {seed: fmean(one.loss for one in ranks) for seed, ranks in enumerate(found)} for found in (mine, results[NONE])
     )
     finite = all(map(math.isfinite, losses.values()))
-    gap = pairs.difference(losses, fp32)
-    ratios = [math.log(losses[seed] / fp32[seed]) for seed in fp32]
+    gap = pairs.difference(losses, fp32) if finite else pairs.Difference(math.inf, None, plan.seeds)
+    ratios = [math.log(losses[seed] / fp32[seed]) if finite else math.nan for seed in fp32]
     p20, p50, p80 = timing.percentiles(timing.slowest(times, scheme.name))
     step_ms = {name: median(timing.slowest(times, name)) for name in (NONE, BF16, COMPUTE)}
     source = "interface" if plan.link else "transport"
@@ -275,7 +279,7 @@ def row_of(
         **{"seeds": plan.seeds, "steps": plan.steps, "params": mine[0][0].params, "diverged": not finite},
         **{"loss": timing.mean(list(losses.values())), "fp32_loss": timing.mean(list(fp32.values()))},
         **{"loss_log_ratio": timing.mean(ratios), "noise_floor": None, "val_gap_nats": gap.gap if finite else None},
-        "val_gap_error": gap.half / pairs.t95(plan.seeds - 1) if gap.half is not None and finite else None,
+        "val_gap_error": None if gap.half is None else gap.half / pairs.t95(plan.seeds - 1),
         **{"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "compute_ms": step_ms[COMPUTE]},
         "cpu_ms_per_rank": timing.cpu_ms([part[scheme.name] for part in times]),
         **{"speedup_plain": step_ms[NONE] / p50, "speedup_bf16": step_ms[BF16] / p50},
@@ -297,16 +301,18 @@ def train(plan: DemoPlan, scheme: StepScheme, seed: int) -> Trained:
         for group in replica.optimizer.param_groups:
             group["lr"] = plan.learning_rate(at)
         replica.step(plan.batch(at, seed, rank))
-    text = _part(help_pages()[2], rank, plan.world)
-    length = (
-        (plan.judged // plan.world - 1) // plan.context * plan.context
-    )  # of windows side by side; same on all ranks
-    inputs, targets = (text[i : i + length].view(-1, plan.context) for i in (0, 1))
     with torch.no_grad():
-        judged = models.loss_of(network, (inputs, targets)).item()
+        judged = _judge(plan, network, _part(help_pages()[2], rank, plan.world))
     feedback = replica.feedback
     replica.close()
     del replica
     gc.collect()  # DDP and its hooks refer to each other
     params = sum(parameter.numel() for parameter in network.parameters())
     return Trained(judged, timing.digest(network.parameters()), feedback, params)
+
+
+def _judge(plan: DemoPlan, network: nn.Module, text: Tensor) -> float:
+    """The mean loss over windows side by side, as many on every rank."""
+    length = (plan.judged // plan.world - 1) // plan.context * plan.context
+    inputs, targets = (text[i : i + length].view(-1, plan.context) for i in (0, 1))
+    return models.loss_of(network, (inputs, targets)).item()
