@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ def test_instructions_of_every_processor(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip(f"this machine has no newer instructions than {chosen}")
     for codec in cases.ONE_OF_EACH:
         test_long_tensors_of_every_content(codec, Place("cpu", cases.CPU))
+
+
+def test_blocks_that_c_has_no_room_for_are_the_references() -> None:
+    format = Lloyd(4).encoding(torch.float32).format
+    served = [dispatch.select(cases.CPU, replace(format, block=block)) for block in (1024, 2048)]
+    assert served == [dispatch.select(cases.CPU), BACKENDS["reference"]]
 
 
 def lengths_of(codec: Codec) -> list[int]:

@@ -181,15 +181,24 @@ def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
 def _template(how: Encoding, layout: Layout) -> bytes:
     """The part of a job that depends on codec and length alone."""
     format = layout.format
-    job = _Job(threads=1, scale=1.0, world=1, num_planes=len(layout.planes))
-    sources = {
-        "stochastic unbiased": how,
-        "kind bits variant block": format,
-        "numel num_blocks tail scales_at minima_at nbytes": layout,
-    }
-    for names, source in sources.items():  # which call these fields the same
-        for name in names.split():
-            setattr(job, name, getattr(source, name))
+    job = _Job(
+        kind=format.kind,
+        bits=format.bits,
+        variant=format.variant,
+        stochastic=how.stochastic,
+        unbiased=how.unbiased,
+        num_planes=len(layout.planes),
+        threads=1,
+        world=1,
+        scale=1.0,
+        numel=layout.numel,
+        block=format.block,
+        num_blocks=layout.num_blocks,
+        tail=layout.tail,
+        scales_at=layout.scales_at,
+        minima_at=layout.minima_at,
+        nbytes=layout.nbytes,
+    )
     for i, (width, at) in enumerate(layout.planes):
         job.plane_width[i] = width
         job.plane_at[i] = at

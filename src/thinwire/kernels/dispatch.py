@@ -42,12 +42,13 @@ def select(device: torch.device, what: Format | torch.dtype | None = None) -> Ba
 
 @lru_cache(maxsize=1024)
 def _needs_reference(what: Format | torch.dtype, device: torch.device) -> bool:
-    """Whether only the reference supports it: doubles, topk wires, and e4m3 on GPUs that lack it."""
+    """Whether only the reference supports it: doubles, topk wires, long Lloyd blocks, and e4m3 on GPUs that lack it."""
     if isinstance(what, torch.dtype):
         return what == torch.float64
     if what.kind == Kind.CAST and what.variant == CastVariant.E4M3 and device.type == "cuda":
         return torch.cuda.get_device_capability(device) < (8, 9)
-    return what.kind == Kind.TOPK or what.bits == 64
+    is_long = what.kind in (Kind.LLOYD, Kind.TRELLIS) and what.block > 1024  # C has no room for it on its stack
+    return is_long or what.kind == Kind.TOPK or what.bits == 64
 
 
 @contextlib.contextmanager
