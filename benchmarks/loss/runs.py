@@ -129,7 +129,9 @@ class SiteTrainer:
     """DiLoCo: sites of replicas, which average every so many steps, and at the end."""
 
     def __init__(self, run: Run, text: task.Text, device: torch.device, *, compiled: bool) -> None:
-        self._every, momentum = rounds_of(run.optimizer) or (0, 0.0)
+        rounds = rounds_of(run.optimizer)
+        assert rounds is not None
+        self._every, momentum = rounds
         world = run.world // sites.SITES
         inner = replace(run, optimizer="adamw", arm=arms.FP32, world=world)
         self._sites = [

@@ -159,14 +159,13 @@ class WeightPublisher:
             flat = [found[piece].reshape(-1).to(DTYPES[piece.dtype]) for piece in pieces]
             new.append(torch.cat(flat) if len(flat) > 1 else flat[0].clone())
         is_new = not self.version or manifest != self._manifest
-        changes = [] if is_new else [*map(_difference, new, self._base)]
+        body = _snapshot_body(manifest, new) if is_new else b"".join(map(_difference, new, self._base))
+        message = self._message(_SNAPSHOT if is_new else _UPDATE, self.version + 1, manifest, body)
         self._manifest, self._base = manifest, new
         self.version += 1
         if is_new:
-            message = self.snapshot()
             self._history.clear()
         else:
-            message = self._message(_UPDATE, changes)
             self._history.append((self.version, message))
         if to is not None and self._part.is_sent:
             path = to if self._part.parts == 1 else f"{os.fspath(to)}.{self._part.number}"
@@ -180,8 +179,8 @@ class WeightPublisher:
         """All weights of the last version, for a worker that is new or missed too much."""
         if not self.version:
             raise CollectiveError("nothing was published yet: call publish() first")
-        text = self._manifest.text()
-        return self._message(_SNAPSHOT, [struct.pack("<I", len(text)), text, *map(_bytes, self._base)])
+        body = _snapshot_body(self._manifest, self._base)
+        return self._message(_SNAPSHOT, self.version, self._manifest, body)
 
     def since(self, version: int) -> bytes:
         """What a worker with this version lacks: later updates, or a snapshot if it is shorter or they are gone."""
@@ -191,10 +190,10 @@ class WeightPublisher:
             return b"".join(missing)
         return self.snapshot()
 
-    def _message(self, kind: int, pieces: Sequence[bytes]) -> bytes:
-        body, base = b"".join(pieces), self.version - (kind == _UPDATE)
-        versions = self._id, base, self.version, self._manifest.digest()
-        header = _HEADER.pack(_MAGIC, kind, self._part.number, self._part.parts, *versions, len(body))
+    def _message(self, kind: int, version: int, manifest: Manifest, body: bytes) -> bytes:
+        part, base = self._part, version - (kind == _UPDATE)
+        fields = part.number, part.parts, self._id, base, version, manifest.digest(), len(body)
+        header = _HEADER.pack(_MAGIC, kind, *fields)
         return b"".join((header, body, struct.pack("<I", zlib.crc32(body, zlib.crc32(header)))))
 
 
@@ -450,6 +449,11 @@ def _decoded(body: memoryview, old: Tensor) -> Tensor:
     if wire.numel() != old.nbytes:
         raise WireError(f"a segment of {old.nbytes} plain bytes came as {wire.numel()}: the update is damaged")
     return wire.view(old.dtype)
+
+
+def _snapshot_body(manifest: Manifest, segments: Sequence[Tensor]) -> bytes:
+    text = manifest.text()
+    return b"".join((struct.pack("<I", len(text)), text, *map(_bytes, segments)))
 
 
 def _messages(update: Any) -> list[WeightMessage]:

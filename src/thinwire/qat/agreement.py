@@ -37,16 +37,22 @@ class Agreement:
     def __reduce__(self) -> tuple[Callable[..., "Agreement"], tuple[str, ...]]:
         return Agreement, ("local",) if self._ranks == "local" else ()
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of every element over ranks."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
     def range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The ranges that hold those of all ranks."""
-        less, high = self.total(torch.cat([-low, high]), largest=True).chunk(2)
+        less, high = self.largest(torch.cat([-low, high])).chunk(2)
         return -less, high
 
-    def total(self, x: Tensor, *, largest: bool = False) -> Tensor:
-        """The sum over ranks, or the largest, of every element."""
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
         if self._ranks == "local" or not (dist.is_available() and dist.is_initialized()):
             return x
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         if torch.compiler.is_compiling():
             shared = x.to(x.device, copy=True).contiguous()
             dist.all_reduce(shared, op=op, group=self._ranks)

@@ -108,7 +108,14 @@ def quantize_layer(
     layer: nn.Module, *, weight_quantizer: LSQ, act_quantizer: LSQ | None = None, note: str = ""
 ) -> QuantizedLayer:
     """Make the layer a quantized one, in place. A weight quantizer that is not initialized starts from the weight."""
-    layer.__class__ = FORMS[type(layer)]
+    form = FORMS.get(type(layer))
+    if form is None:
+        raise QatTypeError(f"expected a layer that is exactly one of {KINDS}, got {type(layer).__name__}")
+    if act_quantizer is not None and form is QuantizedEmbedding:
+        raise QatError("an embedding takes indices: it has a weight_quantizer only")
+    if form is QuantizedEmbedding and not (weight_quantizer.group or weight_quantizer.axis == 0):
+        raise QatError("the rows of an embedding need scales of their own: axis=0 or a group")
+    layer.__class__ = form
     assert isinstance(layer, QuantizedLayer)
     layer.note = note
     layer.register_module("weight_quantizer", weight_quantizer)

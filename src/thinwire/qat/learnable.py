@@ -14,7 +14,7 @@ checkpoint. Then both parameters grow, and stay the objects they were: an optimi
 
 from collections.abc import Callable
 from functools import partial, partialmethod
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from thinwire.errors import QatError, QatTypeError
 from thinwire.qat import ranges
 from thinwire.qat.agreement import Ranks
 from thinwire.qat.ops import Gradient, channels_of, check_dtype, check_grid, check_scale, fake_quantize, never_narrow
+
+
+class _Modes(NamedTuple):
+    """What a forward does. [Note: Modes]"""
+
+    fake_quant: bool = True
+    static: bool = True
 
 
 class LearnableFakeQuantize(FakeQuantizeBase):
@@ -60,33 +67,43 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         self.bitwidth = (quant_max - quant_min + 1).bit_length() - 1
         self.use_grad_scaling = use_grad_scaling
         self.gradient = gradient
-        watching: Any = observer(quant_min=quant_min, quant_max=quant_max, **observer_kwargs)
-        self.activation_post_process = watching
-        self.dtype: torch.dtype = watching.dtype
-        self.qscheme: torch.qscheme = watching.qscheme
-        self.ch_axis: int = getattr(watching, "ch_axis", -1)
+        self.activation_post_process: Any = observer(quant_min=quant_min, quant_max=quant_max, **observer_kwargs)
+        self._copy_observer()
+        self.channel_len = self._checked_length(channel_len)
+        self._register(float(scale), float(zero_point), observer_kwargs.get("factory_kwargs"))
+
+    def _copy_observer(self) -> None:
+        """Take over the observer's attributes that are attributes here too."""
+        observer = self.activation_post_process
+        self.dtype: torch.dtype = observer.dtype
+        self.qscheme: torch.qscheme = observer.qscheme
+        self.ch_axis: int = getattr(observer, "ch_axis", -1)
         holds = torch.iinfo(self.dtype)
-        if quant_min < holds.min or quant_max > holds.max:
+        if self.quant_min < holds.min or self.quant_max > holds.max:
             raise QatError(
                 f"quant_min and quant_max must lie within {holds.min}..{holds.max} for {self.dtype}, "
-                f"got {quant_min} and {quant_max}; give the observer another dtype"
+                f"got {self.quant_min} and {self.quant_max}; give the observer another dtype"
             )
+
+    def _checked_length(self, channel_len: int) -> int:
         if channel_len != -1 and (not isinstance(channel_len, int) or channel_len < 1):
             raise QatError(f"channel_len must be a positive integer, or -1 to infer it, got {channel_len!r}")
         if channel_len > 1 and self._axis is None:
             raise QatError(f"channel_len={channel_len} needs a per-channel observer; {self.qscheme} has one scale")
-        self.channel_len = channel_len
-        # Parameters and buffers have the names that they have in torch's checkpoints.
+        return channel_len
+
+    def _register(self, scale: float, zero_point: float, factory_kwargs: dict[str, Any] | None) -> None:
+        """Parameters and buffers, by the names they have in torch's checkpoints."""
         full = partial(torch.full, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        self.scale = Parameter(full((max(channel_len, 1),), float(scale)), requires_grad=False)
-        self.zero_point = Parameter(full((max(channel_len, 1),), float(zero_point)), requires_grad=False)
+        self.scale = Parameter(full((max(self.channel_len, 1),), scale), requires_grad=False)
+        self.zero_point = Parameter(full((max(self.channel_len, 1),), zero_point), requires_grad=False)
         check_scale(self.scale)
         self.register_buffer("static_enabled", torch.ones(1, dtype=torch.uint8))
         self.register_buffer("learning_enabled", torch.zeros(1, dtype=torch.uint8))
         self.register_buffer("eps", full((1,), torch.finfo(torch.float32).eps))
-        self._enter(True, True)
+        self._enter(_Modes())
         # Also makes 32 bits of what an observer for a 16-bit model has made in 16: see _apply.
-        self.to(torch.nn.factory_kwargs(observer_kwargs.get("factory_kwargs")).get("device"))
+        self.to(torch.nn.factory_kwargs(factory_kwargs).get("device"))
 
     # --- modes --------------------------------------------------------------------------------------------------------
 
@@ -104,15 +121,15 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def toggle_observer_update(self, enabled: bool = True) -> Self:
         """Whether the observer watches, and sets the parameters where the output is fake-quantized."""
-        fake_quant, _ = self._seen_modes()
-        self.static_enabled.fill_(bool(enabled))
-        return self._enter(fake_quant, bool(enabled))
+        modes = self._seen_modes()._replace(static=bool(enabled))
+        self.static_enabled.fill_(modes.static)
+        return self._enter(modes)
 
     def toggle_fake_quant(self, enabled: bool = True) -> Self:
         """Whether the output is fake-quantized."""
-        _, static = self._seen_modes()
-        self.fake_quant_enabled.fill_(bool(enabled))
-        return self._enter(bool(enabled), static)
+        modes = self._seen_modes()._replace(fake_quant=bool(enabled))
+        self.fake_quant_enabled.fill_(modes.fake_quant)
+        return self._enter(modes)
 
     def toggle_qparam_learning(self, enabled: bool = True) -> Self:
         """Whether scale and zero point require a gradient."""
@@ -127,18 +144,18 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     disable_observer = partialmethod(toggle_observer_update, False)
     disable_fake_quant = partialmethod(toggle_fake_quant, False)
 
-    def _seen_modes(self) -> tuple[bool, bool]:
-        """Whether to fake-quantize, and whether the observer watches. [Note: Modes]"""
+    def _seen_modes(self) -> _Modes:
+        """What the flags say. [Note: Modes]"""
         if not torch.compiler.is_compiling() and self._stamps != self._current_stamps():
             self._read_modes()
         return self._modes
 
     def _read_modes(self) -> None:
         if not self.static_enabled.is_meta:
-            self._enter(bool(self.fake_quant_enabled), bool(self.static_enabled))
+            self._enter(_Modes(bool(self.fake_quant_enabled), bool(self.static_enabled)))
 
-    def _enter(self, fake_quant: bool, static: bool) -> Self:
-        self._modes = fake_quant, static
+    def _enter(self, modes: _Modes) -> Self:
+        self._modes = modes
         self._stamps = self._current_stamps()
         return self
 
@@ -151,19 +168,19 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def forward(self, X: Tensor) -> Tensor:
         """X on the grid, or X itself where fake quantization is off."""
-        fake_quant, static = self._seen_modes()
-        if fake_quant or (static and X.is_complex()):
+        modes = self._seen_modes()
+        if modes.fake_quant or (modes.static and X.is_complex()):
             check_dtype(X)  # before the observer sees it
-        if fake_quant:
+        if modes.fake_quant:
             self._fit(X)
             if self._unfitted:
                 return X  # it has no channels
         # While a backward runs, an activation checkpoint shows a batch again.
-        if static and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
-            self._observe(X.detach(), adopt=fake_quant)
-        if fake_quant or not static:
+        if modes.static and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
+            self._observe(X.detach(), adopt=modes.fake_quant)
+        if modes.fake_quant or not modes.static:
             self._clamp()
-        return self._quantized(X) if fake_quant else X
+        return self._quantized(X) if modes.fake_quant else X
 
     def _quantized(self, x: Tensor) -> Tensor:
         scale = self.scale.clone()  # [Note: Snapshots]
@@ -267,9 +284,9 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def extra_repr(self) -> str:
         """Modes, range and the state of the parameters."""
-        fake_quant, static = self._seen_modes()
+        modes = self._seen_modes()
         return (
-            f"{fake_quant=}, {static=}, learning={self.scale.requires_grad}, "
+            f"fake_quant={modes.fake_quant}, static={modes.static}, learning={self.scale.requires_grad}, "
             f"quant_min={self.quant_min}, quant_max={self.quant_max}, dtype={self.dtype}, qscheme={self.qscheme}, "
             f"ch_axis={self.ch_axis}, gradient={self.gradient!r}, use_grad_scaling={self.use_grad_scaling}, "
             f"scale={self.scale.detach()}, zero_point={self.zero_point.detach()}"
@@ -280,7 +297,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         modes = self._seen_modes()
         super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
-        return self._enter(*modes)
+        return self._enter(modes)
 
     def __getstate__(self) -> object:
         self._seen_modes()  # so that a copy knows of flags written by hand
@@ -288,7 +305,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._enter(*self._modes)
+        self._enter(self._modes)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         scale = state_dict.get(f"{prefix}scale")

@@ -2,7 +2,6 @@
 
 import difflib
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -53,19 +52,11 @@ def prepare(
             raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
     found = list(_layers(model))
     chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
-    if odd := [one.names[0] for one in chosen if group and one.layer.weight[0].numel() % group]:
-        raise QatError(
-            f"group={group} does not divide the weights of an output channel of {', '.join(odd)}; skip them, "
-            "and prepare them by a second call without a group"
-        )
+    _check_group(chosen, group)
     common: dict[str, Any] = {"init_batches": init_batches, "process_group": process_group}
     scales: dict[str, Any] = {"group": group} if group else {"axis": 0}
     ties = {id(one.layer.weight): one.layer.weight_quantizer for one in found if isinstance(one.layer, QuantizedLayer)}
-    wanted: dict[int, int] = defaultdict(int)  # the bits of every weight: where layers that share one differ, the most
-    for one in chosen:
-        tie = id(one.layer.weight)
-        wanted[tie] = max(wanted[tie], one.bits(weight_bits, first_last_bits))
-    for tie, most in wanted.items():
+    for tie, most in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
         ties.setdefault(tie, quantizer(most, symmetric=True, **scales, **common))
     for one in chosen:
         act = None
@@ -163,11 +154,7 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
     left = [one for one in found if not any(_matches(name, pattern) for name in one.names for pattern in skip)]
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
-            names = [name for one in found for name in one.names]
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-            raise QatError(f"skip={pattern!r} names no layer that could be quantized; {hint}the layers are {listed}")
+            raise QatError(f"skip={pattern!r} names no layer that could be quantized; {_near(pattern, found)}")
     chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
         raise QatError(
@@ -181,6 +168,34 @@ def _matches(name: str, pattern: str) -> bool:
     """The name itself, a module around it, or a pattern for either."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _near(pattern: str, found: list[_Found]) -> str:
+    names = [name for one in found for name in one.names]
+    near = difflib.get_close_matches(pattern, names, cutoff=0.5)
+    rest = names[:_LISTED] + (["..."] if len(names) > _LISTED else [])
+    return (f"did you mean {' or '.join(near)}? " if near else "") + f"the layers are {', '.join(rest)}"
+
+
+def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> dict[int, int]:
+    """The bits of every weight: where layers that share one differ, the most."""
+    bits: dict[int, int] = {}
+    for one in chosen:
+        tie = id(one.layer.weight)
+        bits[tie] = max(one.bits(usual, first_last), bits.get(tie, 0))
+    return bits
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_group(chosen: list[_Found], group: int) -> None:
+    odd = [one.names[0] for one in chosen if group and one.layer.weight[0].numel() % group]
+    if odd:
+        raise QatError(
+            f"group={group} does not divide the weights of an output channel of {', '.join(odd)}; skip them, "
+            "and prepare them by a second call without a group"
+        )
 
 
 def _leave_fast_paths(model: nn.Module) -> None:

@@ -74,9 +74,8 @@ def difference(losses: Mapping[int, float], plain: Mapping[int, float]) -> Diffe
 def slope(curve: Sequence[Sequence[float]]) -> float:
     """Nats per doubling of tokens (negative where it learns), fitted over the last half of [[step, loss], ...]."""
     last = curve[len(curve) // 2 :]
-    if len(last) < 2:
-        return 0.0
-    return linear_regression([math.log2(step) for step, _ in last], [loss for _, loss in last]).slope
+    xs = [math.log2(step) for step, _ in last]
+    return linear_regression(xs, [loss for _, loss in last]).slope if len(set(xs)) > 1 else 0.0
 
 
 def more_tokens(nats: float, per_doubling: float | None) -> float | None:

@@ -67,11 +67,7 @@ def take(
     names = list(samples)
     begun = time.monotonic()
     rounds = 0
-    while True:
-        more = torch.tensor([effort.goes_on(rounds, (time.monotonic() - begun) / len(names))], device=device)
-        dist.broadcast(more, 0)
-        if not more:
-            break
+    while _rank_0_decides(effort.goes_on(rounds, (time.monotonic() - begun) / len(names)), device):
         first = rounds % len(names)  # each has every place in turn: what runs before a call may help or hurt
         for name in names[first:] + names[:first]:
             prepare()
@@ -80,9 +76,7 @@ def take(
 
 
 def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None], device: torch.device) -> None:
-    synchronize(device)
-    dist.barrier()  # all ranks are here and their GPUs are idle
-    synchronize(device)
+    meet(device)
     interface = links.sent() if shaped else 0
     before = transport()
     cpu = time.process_time()
@@ -96,6 +90,19 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
     sample.interface_bytes.append((links.sent() if shaped else 0) - interface)
     if before is not None:
         sample.transport_bytes.append((transport() or 0) - before)
+
+
+def meet(device: torch.device) -> None:
+    """Return when all ranks are here and their GPUs are idle."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+
+
+def _rank_0_decides(mine: int, device: torch.device) -> int:
+    shared = torch.tensor([mine], device=device)
+    dist.broadcast(shared, 0)
+    return int(shared)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

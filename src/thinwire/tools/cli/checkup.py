@@ -67,12 +67,14 @@ def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
 
 def _asked_backend() -> Iterator[Finding]:
     """What THINWIRE_BACKEND asks for, if anything, for the tensors that this machine computes with."""
-    if asked := os.environ.get(BACKEND):
+    asked = os.environ.get(BACKEND)
+    if asked:
         try:
             select(_device())
-            yield Finding(BACKEND, True, asked)
         except ThinwireError as error:
             yield Finding(BACKEND, False, str(error), "unset it, or name another")
+        else:
+            yield Finding(BACKEND, True, asked)
 
 
 def _device() -> torch.device:

@@ -4,12 +4,15 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.text import Text
 
 from thinwire.tools.cli import screen
+
+if TYPE_CHECKING:
+    from thinwire.tools.cli.peers import Found
 
 MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
@@ -85,16 +88,18 @@ def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
         raise typer.BadParameter(hint, param_hint="--peers")
     with screen.plain_errors():
         found = peers.examine(place, timeout)
-    if place.rank == 0 and as_json:
-        ranks = [{"rank": rank, **said} for rank, said in found.ranks.items()]
-        answer = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
-        typer.echo(json.dumps(answer, indent=1))
-    elif place.rank == 0:
-        _print_table(found)
+    if place.rank == 0:
+        (_print_json if as_json else _print_table)(found)
     raise typer.Exit(int(bool(found.problems)))
 
 
-def _print_table(found: Any) -> None:
+def _print_json(found: "Found") -> None:
+    ranks = [{"rank": rank, **said} for rank, said in found.ranks.items()]
+    answer = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
+    typer.echo(json.dumps(answer, indent=1))
+
+
+def _print_table(found: "Found") -> None:
     from thinwire.tools.report import TextGrid, show_grid, significant
 
     header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire"]

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -54,11 +54,7 @@ def examine(place: RankPlace, patience_s: float) -> Found:
     store.set(f"rank/{place.rank}", json.dumps(describe(place)))
     try:
         ranks = {rank: json.loads(said) for rank, said in _read(store, "rank", range(place.world), patience_s).items()}
-        problems = [*disagreements(ranks), *unreachable(ranks)]
-        if absent := [rank for rank in range(place.world) if rank not in ranks]:
-            late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            problems.insert(0, f"{late}: start every rank, and let each reach {where}")
+        problems = [*_absent(ranks, place, patience_s), *disagreements(ranks), *unreachable(ranks)]
         store.set(f"read/{place.rank}", "")
         if place.rank == 0:  # the store may end with this process
             _read(store, "read", list(ranks), _GRACE_S)
@@ -67,12 +63,12 @@ def examine(place: RankPlace, patience_s: float) -> Found:
         raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
     if not problems and place.world > 1:
         try:
-            for rank, rate in enumerate(exchange(place, patience_s)):
-                ranks[rank]["gbit_per_s"] = rate
+            rates = exchange(place, patience_s)
         except ThinwireError as error:
             if place.rank:
                 raise
-            problems.append(str(error))
+            return Found(place.world, ranks, [str(error)])
+        ranks = {rank: {**said, "gbit_per_s": rates[rank]} for rank, said in ranks.items()}
     return Found(place.world, ranks, problems)
 
 
@@ -100,6 +96,13 @@ def _read(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> dic
     with contextlib.suppress(dist.DistStoreError):  # it does not say who is missing
         store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=patience_s))
     return {rank: store.get(f"{what}/{rank}") for rank in ranks if store.check([f"{what}/{rank}"])}
+
+
+def _absent(ranks: Mapping[int, Description], place: RankPlace, patience_s: float) -> Iterator[str]:
+    if absent := [rank for rank in range(place.world) if rank not in ranks]:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        late = f"{_names(absent)} of {place.world} did not come within {patience_s:g} s"
+        yield f"{late}: start every rank, and let each reach {where}"
 
 
 def describe(place: RankPlace) -> Description:

@@ -64,7 +64,9 @@ def console(*, stderr: bool = False) -> Console:
 def progress() -> Iterator[Progress]:
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    parts = ("{task.description}", bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(), "left")
+    text = bars.TextColumn("{task.description}")
+    times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+    parts = (text, bars.BarColumn(), bars.MofNCompleteColumn(), *times)
     with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
         def follow(cases: Sequence[Any]) -> Iterable[Any]:
