@@ -62,6 +62,11 @@ def wrap(
     return DistributedDataParallel(module.to(device), process_group=group, bucket_cap_mb=cap / 1024, **options)
 
 
+def join_buckets(handle: "thinwire.DDPHandle", nbytes: int) -> None:
+    """Let `handle` join buckets into messages of so many bytes, as it does on NCCL."""
+    vars(handle)["_size_to_join"] = lambda group: nbytes
+
+
 def draw(
     rank: int, step: int = 0, shapes: Shapes = SHAPES, dtypes: Dtypes = torch.float32, spread: float = 1.0
 ) -> list[Tensor]:

@@ -42,6 +42,7 @@ class Run(NamedTuple):
     shapes: replicas.Shapes = SHAPES
     dtypes: replicas.Dtypes = torch.float32
     cap: float = 8.0
+    joined: int = 0  # bytes of joined buckets
 
 
 class Training:
@@ -54,6 +55,7 @@ class Training:
         self.optimizer: Optimizer = replicas.OPTIMIZERS[run.optimizer](self.model.parameters())
         named = {**run.options, "optimizer": self.optimizer} if "optimizer" in run.options else run.options
         self.handle = compress_ddp(self.model, **named)
+        replicas.join_buckets(self.handle, run.joined)
 
     def go(self, steps: range) -> Tensor:
         """Train; the parameters."""
@@ -143,6 +145,10 @@ RUNS: dict[str, list[Run]] = {
     "rules": [Run({**CLASSIC, "policy": {"a": "int8", "b": "lloyd1"}, "exempt": ["d"]})],
     "unused parameters": [Run(CLASSIC, ddp={"find_unused_parameters": True})],
     "views": [Run(CLASSIC, ddp={"gradient_as_bucket_view": True}), Run(CLASSIC, ddp={"static_graph": True})],
+    "joined buckets": [
+        *(Run(CLASSIC, joined=size) for size in (14_000, 1 << 20)),
+        Run({"codec": "lloyd2"}, 3, "adam", {"gradient_as_bucket_view": True}, joined=14_000),
+    ],
     "dtypes": [
         Run({**CLASSIC, "exempt": "none"}, dtypes={"a": torch.bfloat16, "c": torch.float64, "d": torch.float16}),
         Run({**CLASSIC, "exempt": "none"}, dtypes=torch.complex64),

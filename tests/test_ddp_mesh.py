@@ -222,12 +222,6 @@ def test_hints_for_ranks_on_nccl(group: Group, options: Mapping[str, Any]) -> No
         told.append(said.getvalue())
     assert told[0].count('mesh=init_device_mesh("cuda", (2, 2))') == (group.rank() == 0 and not options)
     assert [bool(text) for text in told] == [group.rank() == 0 and not options] + [False] * 5
-    model = torch.nn.parallel.DistributedDataParallel(Given(), process_group=group)
-    model.bucket_bytes_cap = 0  # as if the model were large
-    on_nccl = mock.patch("thinwire.collectives.groups.on_nccl", return_value=True)
-    with on_nccl, contextlib.redirect_stderr(io.StringIO()) as said:
-        compress_ddp(model)
-    assert ("bucket_cap_mb=100" in said.getvalue()) == (group.rank() == 0)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -29,6 +29,7 @@ from replicas import READY, SHAPES, Device, Given, Group, Shapes, backward, draw
 from test_schedule import delays
 from thinwire import compress_ddp
 from thinwire.collectives import transport
+from thinwire.errors import CollectiveError
 
 # --- everything DDP does ----------------------------------------------------------------------------------------------
 Model = DistributedDataParallel
@@ -147,6 +148,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "lloyd2 classic": {"codec": "lloyd2", "feedback": "classic", "exempt": "none"},
     "lloyd1 ef21": {"codec": "lloyd1:block=64", "feedback": "ef21"},
     "closed": {"codec": "lloyd2", "feedback": "classic"},
+    "joined": {"codec": "int8", "exempt": "none"},  # buckets, three to a message
 }
 
 
@@ -164,6 +166,8 @@ def use(group: Group, name: str, device: Device, kinds: Sequence[str]) -> tuple[
         handle = compress_ddp(model, **options) if options else None
         if handle is not None and kind == "closed":
             handle.close()
+        if handle is not None and kind == "joined":
+            replicas.join_buckets(handle, 20_000)
         got = way.run(model, drawn, rank)
         found[kind] = replicas.same_everywhere(group, *(g for g in got if g is not None)), got
     peak = torch.tensor(max(float(torch.view_as_real(g).abs().max() if g.is_complex() else g.abs().max())
@@ -196,7 +200,8 @@ def test_every_way_of_using_ddp(
     """Uncompressed and closed: bit for bit plain DDP. int8: two roundings of half a step, and those of the dtype."""
     kinds = list(RUNS)
     if not pytestconfig.option.thorough:  # what is uncompressed, and what is owed, by turns
-        kinds = ["plain", "int8", *(("none", "lloyd1 ef21"), ("closed", "lloyd2 classic"))[list(WAYS).index(name) % 2]]
+        some = (("none", "lloyd1 ef21"), ("closed", "lloyd2 classic"))[list(WAYS).index(name) % 2]
+        kinds = ["plain", "int8", "joined", *some]
     for peak, found in ranks(world).run(use, name, device, kinds):
         want = found["plain"][1]
         for kind, (alike, got) in found.items():
@@ -205,7 +210,7 @@ def test_every_way_of_using_ddp(
         for exact in {"none", "closed"} & found.keys():
             gap, bound = largest_gap(found[exact][1], want), world * peak * half_ulp(torch.bfloat16)
             assert gap == 0 or (WAYS[name].divides and world == 3 and gap <= bound), exact
-        for g, w in zip(found["int8"][1], want, strict=True):
+        for g, w in zip([*found["int8"][1], *found["joined"][1]], [*want, *want], strict=True):
             if g is not None and w is not None and g.numel():
                 bound = WAYS[name].added * peak * (1.02 / 127 + (world + 2) * half_ulp(g.real.dtype))
                 assert largest_gap([g], [w]) <= bound
@@ -378,6 +383,58 @@ def test_delays_change_no_result(group: Group, name: str) -> str:
             found.append(digest(*(flat(backward(model, draw(group.rank(), step))) for step in range(3))))
     assert found[0] == found[1]
     return found[0]
+
+
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd1 ef21"], {"codec": "lloyd2", "exempt": ["d"]}], ids=str)
+@on_ranks(3, rare=[2])
+def test_joined_buckets_are_those_of_a_larger_size(group: Group, options: Mapping[str, Any]) -> None:
+    """From the second step on, when DDP has buckets in the order of the gradients, the same lanes and bits."""
+    found = []
+    for cap, most in ((1024.0, 0), (replicas.CAP, 1 << 20), (replicas.CAP, 16_000)):
+        model = wrap(Given(ready=READY), group, cap)
+        handle = compress_ddp(model, **options)
+        replicas.join_buckets(handle, most)
+        backward(model, [gradient * 0 for gradient in draw(group.rank())])
+        found.append([flat(backward(model, draw(group.rank(), step))) for step in range(1, 3)])
+        assert len(handle.state_dict()["layout"]) == (2 if most == 16_000 else 1)
+    assert_same(flat(found[1]), flat(found[0]), "joined into one")
+    assert largest_gap([flat(found[2])], [flat(found[0])]) > 0
+
+
+def test_what_is_joined(ranks: RankPool) -> None:
+    """On NCCL, buckets of DDP's own size, to a fourth of the gradients and at most 100 MB."""
+    ranks(2).run(sizes_to_join)
+
+
+def sizes_to_join(group: Group) -> None:
+    given = {name: torch.nn.Parameter(torch.empty(numel, device="meta")) for name, numel in {"a": 9, "b": 7}.items()}
+    for codec, cap, backend, numel, want in (
+        ("int8", None, "nccl", 16, 16),
+        ("int8", None, "nccl", 10**9, 100_000_000),
+        ("int8", 25, "nccl", 16, 0),
+        ("none", None, "nccl", 16, 0),
+        ("int8", None, "gloo", 16, 0),
+    ):
+        model = DistributedDataParallel(Given({"w": (8, 2)}), process_group=group, bucket_cap_mb=cap)
+        handle = compress_ddp(model, codec)
+        given["a"].data = torch.empty(numel - 7, device="meta")
+        with (
+            patch("thinwire.collectives.groups.on_nccl", return_value=backend == "nccl"),
+            patch.object(model, "parameters", given.values),
+        ):
+            assert handle._size_to_join(group) == want
+
+
+@on_ranks(2)
+def test_what_a_joined_message_cannot_do_fails_every_bucket_of_it(group: Group) -> None:
+    model = wrap(Given(), group)
+    handle = compress_ddp(model, "int8")
+    replicas.join_buckets(handle, 1 << 20)
+    backward(model, draw(group.rank()))
+    failed: torch.futures.Future[Tensor] = torch.futures.Future()
+    failed.set_exception(CollectiveError("no room"))
+    with patch.object(handle._sync, "average", return_value=failed), pytest.raises(RuntimeError, match="no room"):
+        backward(model, draw(group.rank()))
 
 
 # --- beginning and end ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import by_turns, on_ranks
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, batch, draw, flat, network, same_everywhere, wrap
+from replicas import SHAPES, Given, Group, batch, draw, flat, join_buckets, network, same_everywhere, wrap
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.integrations.choice.options import DDPOptions
@@ -121,8 +121,8 @@ def test_replicas_of_shards_decide_together(ranks: RankPool) -> None:
 @on_ranks(2)
 def test_raise_holds_under_join(group: Group) -> None:
     """Rank 0 has no data any more when rank 1 meets a NaN."""
-    model = wrap(network(), group)
-    compress_ddp(model, "int8", on_nonfinite="raise")
+    model = wrap(network(), group, 0.01)
+    join_buckets(compress_ddp(model, "int8", on_nonfinite="raise"), 4000)
 
     def train() -> None:
         with Join([model]):

@@ -276,10 +276,11 @@ class Restorer:
         self._passed.append(gradients.names)
         if self._wanted is None or gradients.names in self._wanted:
             return None
-        self._awaiting.append((output, new_future(output.device), gradients.weigh and gradients.weigh()))
+        future = new_future(output.device)
+        self._awaiting.append((output, future, gradients.weigh and gradients.weigh()))
         for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
             self._held[name] = shape, view
-        return self._awaiting[-1][1]
+        return future.then(Future.value)  # DDP, in C++, sees an error only of a callback
 
     def end_step(self) -> None:
         """Note the step's buckets for a checkpoint; average what was held."""

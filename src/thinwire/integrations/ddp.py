@@ -2,6 +2,9 @@
 
 handle = thinwire.compress_ddp(ddp_model)                       # one line; the rest of the script is unchanged
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
+
+[Note: Joined buckets] On NCCL a message costs about a millisecond whatever its size, so buckets of DDP's default size
+are joined: copied into one buffer, averaged in one message, and copied back. A bucket size of the user's own is kept.
 """
 
 import functools
@@ -9,7 +12,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -20,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import checks, groups, torch_verbs
 from thinwire.collectives.channel import wait_in
-from thinwire.collectives.work import done_future
+from thinwire.collectives.work import done_future, new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.checkpoint import Restorer
@@ -39,6 +42,8 @@ from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backw
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
+_JOINED_BYTES = 100_000_000  # of gradients in a message of joined buckets
+_JOINED_SHARE = 4  # at most a fourth of all gradients, so that messages overlap with the backward pass
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
     "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
@@ -80,6 +85,8 @@ class DDPState(Handle):
         # The models with this hook; None until they are searched for.
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
+        self._joined_bytes = 0  # from which on joined buckets are sent; 0: they are not joined
+        self._held: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets to join with the next
         self._ended = True  # whether the next bucket is the first of a step
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -96,33 +103,58 @@ class DDPState(Handle):
         if self._ended:
             self._group = groups.resolve(self.process_group)
             self._begin_step(self._group, buffer.device)
-        group = self._group
+        last = bucket.is_last()
         try:
-            if self.closed:
-                return torch_verbs.average(buffer, group)
-            parameters = bucket.parameters()
-            names, shapes = self._names.of(parameters)
-            weigh = None
-            if weighed := self._chooser.weighed(names):
-                views = gradients_of(parameters, buffer, weighed)
-                weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
-            gradients = gradients_in(buffer, names, shapes, weigh)
-            if self._guard is not None:
-                self._guard.look(gradients.names, gradients.views)
-            if group.size() == 1 or not buffer.numel():
-                future = done_future(buffer, buffer.device)
-            else:
-                future = self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
+            if bucket.index() == 0:
+                self._held = []  # of a backward pass that failed
+            future = self._join(bucket.parameters(), buffer, last=last)
         finally:
-            if bucket.is_last():
+            if last:
                 self._ended = True
                 self.step += 1
                 self._restorer.end_step()
-        if self._guard is not None:
+        if self._guard is not None and not self.closed:
             self._means.append((buffer, future))
-            if bucket.is_last():
-                self._check_later(self._guard, group)
+            if last:
+                self._check_later(self._guard, self._group)
         return future
+
+    def _join(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> "Future[Tensor]":
+        """Average a bucket, together with those that are held, or hold it. See [Note: Joined buckets]."""
+        most = 0 if self.closed else self._joined_bytes
+        fits = buffer.nbytes < most
+        if self._held and not (fits and _alike(self._held[0][1], buffer)):
+            self._send_held()
+        if not fits or (last and not self._held):
+            return self._average(parameters, buffer)
+        future = new_future(buffer.device)
+        self._held.append((parameters, buffer, future))
+        if last or sum(held.nbytes for _, held, _ in self._held) >= most:
+            self._send_held()
+        return future.then(Future.value)  # DDP, in C++, sees an error only of a callback
+
+    def _send_held(self) -> None:
+        """Average the buckets that are held in one message."""
+        (parameters, buffers, futures), self._held = zip(*self._held, strict=True), []
+        mean = self._average([*itertools.chain(*parameters)], torch.cat(buffers))
+        mean.add_done_callback(functools.partial(_put_back, [*buffers], futures))
+
+    def _average(self, parameters: Sequence[Tensor], buffer: Tensor) -> "Future[Tensor]":
+        """Start to average gradients that lie in a buffer; the future holds it."""
+        group = self._group
+        if self.closed:
+            return torch_verbs.average(buffer, group)
+        names, shapes = self._names.of(parameters)
+        weigh = None
+        if weighed := self._chooser.weighed(names):
+            views = gradients_of(parameters, buffer, weighed)
+            weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
+        gradients = gradients_in(buffer, names, shapes, weigh)
+        if self._guard is not None:
+            self._guard.look(gradients.names, gradients.views)
+        if group.size() == 1 or not buffer.numel():
+            return done_future(buffer, buffer.device)
+        return self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
 
     def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """Check the means at the end of the backward pass."""
@@ -162,8 +194,19 @@ class DDPState(Handle):
         if self._chooser.policy.weighs and self.step > 0:
             # In or after a Join, ranks may have taken different numbers of steps.
             self._chooser.moments.uneven = any(model._join_config.enable for model in self._models_hooked())
+        if group is not self._sync.group:
+            self._joined_bytes = self._size_to_join(group)
         self._sync.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
+
+    def _size_to_join(self, group: dist.ProcessGroup) -> int:
+        """The bytes from which on joined buckets are sent, 0 to send each by itself. See [Note: Joined buckets]."""
+        models = self._models_hooked()
+        are_default = all(getattr(model, "bucket_bytes_cap_default", False) for model in models)
+        if not groups.on_nccl(group) or not are_default or self.options.asked == "none":
+            return 0
+        gradients = (p.nbytes for model in models for p in model.parameters() if p.requires_grad)
+        return min(_JOINED_BYTES, sum(gradients) // _JOINED_SHARE)
 
     def _models_hooked(self) -> list[DistributedDataParallel]:
         """The models that this state is registered on, by compress_ddp or by hand."""
@@ -243,6 +286,24 @@ class DDPState(Handle):
 DDPHandle = DDPState
 
 
+def _alike(held: Tensor, buffer: Tensor) -> bool:
+    """Whether two buckets fit into one buffer."""
+    return held.dtype == buffer.dtype and held.device == buffer.device
+
+
+def _put_back(buffers: list[Tensor], futures: "Sequence[Future[Tensor]]", done: "Future[Tensor]") -> None:
+    """Copy the mean of joined buckets to each of them."""
+    try:
+        mean = done.value()
+        torch._foreach_copy_(buffers, mean.split([buffer.numel() for buffer in buffers]))
+    except Exception as error:
+        for future in futures:
+            future.set_exception(error)  # type: ignore[arg-type]
+    else:
+        for buffer, future in zip(buffers, futures, strict=True):
+            future.set_result(buffer)
+
+
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """A hook for DDP: ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)."""
     present = state.state if isinstance(state, _HookState) else state
@@ -320,22 +381,17 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     _install(ddp_model, state)
     state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and state.world > 1 and groups.on_nccl(groups.resolve(state.process_group)):
-        for hint in _hints(state, ddp_model):
-            announce_once(hint)
+        _suggest_a_mesh(state)
     return state
 
 
-def _hints(state: DDPState, model: DistributedDataParallel) -> Iterator[str]:
-    """Hints for ranks on NCCL: larger buckets; a mesh where ranks share hosts, and each sends all to other hosts."""
-    nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    is_default = getattr(model, "bucket_bytes_cap_default", False) and state.options.asked != "none"
-    if is_default and nbytes > 8 * model.bucket_bytes_cap:
-        yield "larger buckets usually gain more: DistributedDataParallel(model, bucket_cap_mb=100) (docs/howto/ddp.md)"
+def _suggest_a_mesh(state: DDPState) -> None:
+    """A hint where ranks share hosts without a mesh, so that each sends all gradients to other hosts."""
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
     in_hosts = inside > 1 and hosts > 1 and not rest and state.world == dist.get_world_size()
     if in_hosts and state.options.mesh is None and state.options.feedback in ("auto", "none"):  # a mesh has no feedback
-        yield (
+        announce_once(
             f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside '
             f"each host first, and sends 1/{inside} of the bytes to other hosts (docs/howto/ddp.md)"
         )
