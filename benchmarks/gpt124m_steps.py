@@ -7,8 +7,8 @@ bf16 autocast (FSDP2: bf16 weights, fp32 gradients) and AdamW, on NCCL where the
 a model of its own; arms take turns of a few steps, as training loops do without waiting for the GPU in between, and a
 row holds the median over rounds of the slowest rank's time per step.
 `--hosts N` makes NCCL take the ranks for N hosts that are connected by TCP, even on one machine. An arm such as
-lloyd4@100 has DDP buckets of 100 MB instead of torch's default. With `--own-group` FSDP2 reduces gradients in a process
-group of its own (torch 2.15); `--wrap N` shards N blocks together.
+lloyd4@100 has DDP buckets of 100 MB instead of torch's default; lloyd4/int8@2 shards two of FSDP2's blocks together.
+With `--own-group` FSDP2 reduces gradients in a process group of its own (torch 2.15).
 """
 
 import argparse
@@ -100,17 +100,17 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def buckets_of(arm: str) -> tuple[str, float | None]:
-    """What gradients travel in, and the size of DDP's buckets in MB; None is torch's default."""
-    codec, _, bucket_mb = arm.partition("@")
-    return (codec, float(bucket_mb)) if bucket_mb and "/" not in codec else (arm, None)
+def units_of(arm: str) -> tuple[str, float | None]:
+    """What travels, and the size of DDP's buckets in MB, or how many of FSDP2's blocks are one; None is the default."""
+    codec, _, size = arm.partition("@")
+    return (codec, float(size)) if size else (arm, None)
 
 
 def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
     """A step of DDP; `arm` names what its gradients travel in."""
     torch.manual_seed(0)
     device = batch[0].device
-    arm, bucket_mb = buckets_of(arm)
+    arm, bucket_mb = units_of(arm)
     model = DistributedDataParallel(GPT(size).to(device), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
     if arm == BF16 and device.type == "cuda":  # DDP refuses torch's hook of this name on CPU builds
@@ -125,10 +125,12 @@ def ddp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor]) -> Step:
     return _step(model, optimizer, batch, torch.autocast(device.type, torch.bfloat16))
 
 
-def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: bool = False, wrap: int = 1) -> Step:
+def fsdp_step(arm: str, size: Size, batch: tuple[Tensor, Tensor], own_group: bool = False) -> Step:
     """A step of FSDP2; `arm` is `gradients/weights`."""
     torch.manual_seed(0)
     device = batch[0].device
+    arm, blocks_per_unit = units_of(arm)
+    wrap = int(blocks_per_unit or 1)
     model = GPT(size).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = list(model.blocks)
@@ -207,7 +209,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
         found.append(
             {
                 "verb": "ddp_step" if options.parallel == "ddp" else "fsdp_step",
-                "codec": buckets_of(arm)[0],
+                "codec": units_of(arm)[0],
                 "algorithm": None,
                 "world": dist.get_world_size(),
                 "nodes": options.hosts or 1,
@@ -222,9 +224,9 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 "speedup_bf16": median[BF16] / median[arm] if BF16 in median else None,
                 **dict.fromkeys(("bytes_per_rank", "bytes_formula", "wire_limit_share", "cpu_ms_per_rank")),
                 **dict.fromkeys(("rel_error", "identical")),
-                "bucket_mb": buckets_of(arm)[1],
+                "bucket_mb": units_of(arm)[1] if options.parallel == "ddp" else None,
                 "own_group": options.own_group,
-                "wrap": options.wrap,
+                "wrap": int(units_of(arm)[1] or 1) if options.parallel == "fsdp2" else 1,
                 "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
@@ -243,7 +245,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", help="comma-separated codecs; FSDP2: gradients/weights")
     parser.add_argument("--hosts", type=int, default=0, help="let NCCL take the ranks for so many hosts, over TCP")
     parser.add_argument("--own-group", action="store_true", help="reduce FSDP2's gradients in a group of their own")
-    parser.add_argument("--wrap", type=int, default=1, help="blocks that FSDP2 shards together")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", type=int, default=4, help="steps between two waits for the GPU")
     parser.add_argument("--size", choices=SIZES, default="124m")
@@ -269,11 +270,7 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens = torch.randint(size.vocabulary, (size.rows, size.context + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = (
-        ddp_step
-        if options.parallel == "ddp"
-        else functools.partial(fsdp_step, own_group=options.own_group, wrap=options.wrap)
-    )
+    make = ddp_step if options.parallel == "ddp" else functools.partial(fsdp_step, own_group=options.own_group)
     steps = {arm: make(arm, size, batch) for arm in (options.arms or ARMS[options.parallel]).split(",")}
     show: Callable[[str], None] = functools.partial(print, flush=True) if rank == 0 else lambda text: None
     first = warm_up(steps, device, show)

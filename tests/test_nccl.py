@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from cases import CPU, assert_same, decoded, digest, given, no_host_sync, on_ranks, seeded, shifted, wire_of
 from ranks import RankPool
-from replicas import CAP, READY, Dtypes, Given, Group, backward, draw, flat, residuals, wrap
+from replicas import CAP, READY, Dtypes, Given, Group, backward, draw, flat, join_buckets, residuals, wrap
 from test_collectives import op_of
 from test_ddp_checkpoint import Run, interrupted
 from test_hooks import HOOKS
@@ -625,10 +625,11 @@ def test_no_step_of_ddp_waits_for_the_gpu(group: Group) -> list[str]:
     """Kinds of DDP whose steps make the host wait, from the fourth on."""
     place, wrong = on_nccl(group), []
     kinds: list[Options] = [{"codec": "int8"}, *({"codec": "lloyd2", "feedback": kind} for kind in ("classic", "ef21"))]
-    for options in (*kinds, {"codec": "lloyd2"}):  # the last in Adam's units
+    for joined, options in itertools.product((0, 14_000), (*kinds, {"codec": "lloyd2"})):  # the last in Adam's units
         model = wrap(Given(ready=READY), place.group, device=place.device)
         optimizer = torch.optim.Adam(model.parameters())
         handle = compress_ddp(model, measure_every=0, algorithm="two_phase", optimizer=optimizer, **options)
+        join_buckets(handle, joined)
         for step in range(6):
             gradients = [g.to(place.device) for g in draw(place.rank, step)]
             model.zero_grad()
@@ -637,7 +638,7 @@ def test_no_step_of_ddp_waits_for_the_gpu(group: Group) -> list[str]:
                 with no_host_sync() if step > 2 else contextlib.nullcontext():
                     model(*gradients).backward()
             except RuntimeError as error:
-                wrong.append(f"{options}, step {step}: {error}")
+                wrong.append(f"{options}, joined {joined}, step {step}: {error}")
             optimizer.step()
     torch.cuda.synchronize()
     assert handle.stats().feedback == "none+moments"
@@ -850,6 +851,8 @@ TRAININGS: list[Options] = [
     {"codec": {0: "none", 2: "int8", 4: "lloyd2"}, "feedback": "classic"},
     {"codec": "int4", "feedback": "none", "warmup_steps": 3},
     {"codec": "auto:2.5", "replan_every": 2, "optimizer": "linear"},
+    {"codec": "int8", "feedback": "none", "joined": 14_000},
+    {"codec": "lloyd2", "feedback": "classic", "joined": 14_000},
 ]
 STEPS = 6
 
@@ -869,7 +872,8 @@ def means(
 ) -> Outputs:
     """What DDP makes of a rank's gradients at every step, and what it remembers; at one, rank 1 has NaN and Inf."""
     model = wrap(Given(dtypes=dtypes, ready=ready), place.group, cap, device=place.device)
-    handle, found = compress_ddp(model, **options), {}
+    handle, found = compress_ddp(model, **{name: how for name, how in options.items() if name != "joined"}), {}
+    join_buckets(handle, options.get("joined", 0))
     for step in range(STEPS):
         gradients = dyadic(place.rank, step, dtypes)
         if step == poisoned and place.rank == 1:
@@ -959,7 +963,8 @@ INTERRUPTED: list[Options] = [
 def resumed(group: Group, options: Options, how: str) -> list[tuple[str, str, bool]]:
     """Digests of parameters of a run with and without an interruption, and whether ranks are alike."""
     place = on_nccl(group)
-    return interrupted(place.group, [Run({"algorithm": "two_phase", **options}, ddp={"device": place.device})], how)
+    run = Run({"algorithm": "two_phase", **options}, ddp={"device": place.device})
+    return interrupted(place.group, [run, run._replace(joined=14_000)], how)
 
 
 @each_world
@@ -968,7 +973,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     ranks: RankPool, world: int, options: Options
 ) -> None:
     for how in ("files", "rolled back"):
-        for ((want, got, alike),) in ranks(world).run(resumed, options, how):
+        for want, got, alike in itertools.chain(*ranks(world).run(resumed, options, how)):
             assert alike
             assert got == want
 
