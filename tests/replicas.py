@@ -64,7 +64,7 @@ def wrap(
 
 def join_buckets(handle: "thinwire.DDPHandle", nbytes: int) -> None:
     """Let `handle` join buckets into messages of so many bytes, as it does on NCCL."""
-    vars(handle)["_size_to_join"] = lambda group: nbytes
+    vars(handle)["_size_to_join"] = lambda *_: nbytes
 
 
 def draw(

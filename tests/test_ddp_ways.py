@@ -4,7 +4,10 @@ import contextlib
 import copy
 import gc
 import math
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -29,6 +32,7 @@ from replicas import READY, SHAPES, Device, Given, Group, Shapes, backward, draw
 from test_schedule import delays
 from thinwire import compress_ddp
 from thinwire.collectives import transport
+from thinwire.collectives.groups import host_number
 from thinwire.errors import CollectiveError
 
 # --- everything DDP does ----------------------------------------------------------------------------------------------
@@ -401,28 +405,38 @@ def test_joined_buckets_are_those_of_a_larger_size(group: Group, options: Mappin
     assert largest_gap([flat(found[2])], [flat(found[0])]) > 0
 
 
-def test_what_is_joined(ranks: RankPool) -> None:
-    """On NCCL, buckets of DDP's own size, to a fourth of the gradients and at most 100 MB."""
-    ranks(2).run(sizes_to_join)
-
-
-def sizes_to_join(group: Group) -> None:
-    given = {name: torch.nn.Parameter(torch.empty(numel, device="meta")) for name, numel in {"a": 9, "b": 7}.items()}
-    for codec, cap, backend, numel, want in (
-        ("int8", None, "nccl", 16, 16),
-        ("int8", None, "nccl", 10**9, 100_000_000),
-        ("int8", 25, "nccl", 16, 0),
-        ("none", None, "nccl", 16, 0),
-        ("int8", None, "gloo", 16, 0),
+@pytest.mark.parametrize(
+    ("want", "numel", "changed"),
+    [
+        (16, 16, {}),
+        (100_000_000, 10**9, {}),
+        (0, 16, {"bucket_cap_mb": 25}),
+        (0, 16, {"codec": "none"}),
+        (0, 16, {"on_nccl": False}),
+        (0, 16, {"hosts": 2}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_what_is_joined(group: Group, want: int, numel: int, changed: Mapping[str, Any]) -> None:
+    """On NCCL on one host, buckets of DDP's own size, to a fourth of the gradients and at most 100 MB."""
+    how = {"codec": "int8", "bucket_cap_mb": None, "on_nccl": True, "hosts": 1, **changed}
+    model = DistributedDataParallel(Given({"w": (8, 2)}), process_group=group, bucket_cap_mb=how["bucket_cap_mb"])
+    handle = compress_ddp(model, how["codec"])
+    parameter = nn.Parameter(torch.empty(numel, device="meta"))
+    frozen = nn.Parameter(torch.empty(99, device="meta"), requires_grad=False)
+    with (
+        patch("thinwire.collectives.groups.on_nccl", return_value=how["on_nccl"]),
+        patch.dict(os.environ, {"NCCL_HOSTID": f"host {group.rank() % how['hosts']}"}),
+        patch.object(model, "parameters", [parameter, frozen].__iter__),
     ):
-        model = DistributedDataParallel(Given({"w": (8, 2)}), process_group=group, bucket_cap_mb=cap)
-        handle = compress_ddp(model, codec)
-        given["a"].data = torch.empty(numel - 7, device="meta")
-        with (
-            patch("thinwire.collectives.groups.on_nccl", return_value=backend == "nccl"),
-            patch.object(model, "parameters", given.values),
-        ):
-            assert handle._size_to_join(group) == want
+        assert handle._size_to_join(group, CPU) == want
+
+
+def test_processes_of_a_host_have_its_number() -> None:
+    code = "from thinwire.collectives.groups import host_number; print(host_number())"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert float(told) == host_number()
 
 
 @on_ranks(2)

@@ -1,6 +1,11 @@
 """Groups of ranks: which one is meant, which backend serves it, how long its ranks wait for each other."""
 
+import contextlib
+import os
+import platform
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +74,16 @@ def mesh_of_nodes(group: Group) -> DeviceMesh | None:
     if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
         return None
     return group if group.ndim == 2 else None
+
+
+def host_number() -> float:
+    """A number of this host; processes that NCCL takes to be on one host have the same."""
+    name = os.environ.get("NCCL_HOSTID", "")
+    if not name:
+        with contextlib.suppress(OSError):  # hosts may share a name
+            name = Path("/proc/sys/kernel/random/boot_id").read_text()
+        name += platform.node()
+    return float(zlib.crc32(name.encode()))
 
 
 # What torch 2.11 to 2.15 call the backends that they build on NCCL.

@@ -3,8 +3,9 @@
 handle = thinwire.compress_ddp(ddp_model)                       # one line; the rest of the script is unchanged
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 
-[Note: Joined buckets] On NCCL a message costs about a millisecond whatever its size, so buckets of DDP's default size
-are joined: copied into one buffer, averaged in one message, and copied back. A bucket size of the user's own is kept.
+[Note: Joined buckets] On NCCL inside one host bytes are cheap, and a step takes as long as its launches. There, buckets of
+DDP's default size are joined: copied into one buffer, averaged in one message, and copied back. A bucket size of the
+user's own is kept. Between hosts the first message would begin later, and that costs more than fewer messages gain.
 """
 
 import functools
@@ -195,15 +196,19 @@ class DDPState(Handle):
             # In or after a Join, ranks may have taken different numbers of steps.
             self._chooser.moments.uneven = any(model._join_config.enable for model in self._models_hooked())
         if group is not self._sync.group:
-            self._joined_bytes = self._size_to_join(group)
+            self._joined_bytes = self._size_to_join(group, device)
         self._sync.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
 
-    def _size_to_join(self, group: dist.ProcessGroup) -> int:
+    def _size_to_join(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """The bytes from which on joined buckets are sent, 0 to send each by itself. See [Note: Joined buckets]."""
         models = self._models_hooked()
         are_default = all(getattr(model, "bucket_bytes_cap_default", False) for model in models)
         if not groups.on_nccl(group) or not are_default or self.options.asked == "none":
+            return 0
+        host = groups.host_number()
+        last, first = torch_verbs.agree("hosts", (group,), device, [host, -host], dist.ReduceOp.MAX)
+        if last != -first:
             return 0
         gradients = (p.nbytes for model in models for p in model.parameters() if p.requires_grad)
         return min(_JOINED_BYTES, sum(gradients) // _JOINED_SHARE)
