@@ -3,8 +3,8 @@
 handle = thinwire.compress_ddp(ddp_model)                       # one line; the rest of the script is unchanged
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 
-[Note: Joined buckets] On NCCL inside one host bytes are cheap, and a step takes as long as its launches. There, buckets of
-DDP's default size are joined: copied into one buffer, averaged in one message, and copied back. A bucket size of the
+[Note: Joined buckets] On NCCL inside one host bytes are cheap, and a step takes as long as its launches. There, buckets
+of DDP's default size are joined: copied into one buffer, averaged in one message, copied back. A bucket size of the
 user's own is kept. Between hosts the first message would begin later, and that costs more than fewer messages gain.
 """
 
