@@ -31,7 +31,7 @@ def gains(asked: str, *, linked: bool) -> list[str]:
     for part in asked.split("; "):
         file, label = part.split(" = ")
         found = record.read(str(Path(__file__).parent / f"{file}.json")).rows
-        rows = {str(row["codec"]).partition("/")[0]: row for row in found}
+        rows = {str(row["codec"]).partition("/")[0]: row for row in reversed(found)}  # the first of each
         ms = verdict.column(rows["none"], "ms_p50" if "ms_p50" in rows["none"] else "step_ms")
         over = {name: verdict.column(row, "speedup_plain") for name, row in rows.items()}
         if rows["none"].get("speedup_bf16"):
