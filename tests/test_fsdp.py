@@ -114,6 +114,12 @@ def train(
     return [*found, *shards(model)]
 
 
+def compressed(model: nn.Module, group: Group, compress: Compress, *args: Any, **how: Any) -> list[Tensor]:
+    """What training gives once `compress` has had the model."""
+    compress(model)
+    return train(model, group, *args, **how)
+
+
 def descend(model: nn.Module) -> None:
     """A step of SGD on the shards: torch's own asks at every operation on a DTensor how its result is to be placed."""
     with torch.no_grad():
@@ -130,15 +136,11 @@ def shards(model: nn.Module) -> list[Tensor]:
 
 
 def several_groups(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), line(group))
-    compress(model)
-    return train(model, group, range(LONG))
+    return compressed(shard(Net(), line(group)), group, compress, range(LONG))
 
 
 def one_group(group: Group, compress: Compress) -> list[Tensor]:
-    model = fully_shard(Net(), mesh=line(group))
-    compress(model)
-    return train(model, group)
+    return compressed(fully_shard(Net(), mesh=line(group)), group, compress)
 
 
 def another_dimension(group: Group, compress: Compress) -> list[Tensor]:
@@ -147,21 +149,16 @@ def another_dimension(group: Group, compress: Compress) -> list[Tensor]:
 
     model = shard(Net(8, 12), line(group), shard_placement_fn=placed)
     assert any(p.placements == (Shard(1),) for p in model.parameters())
-    compress(model)
-    return train(model, group)
+    return compressed(model, group, compress)
 
 
 def kept_weights(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), line(group), reshard_after_forward=False)
-    compress(model)
-    return train(model, group)
+    return compressed(shard(Net(), line(group), reshard_after_forward=False), group, compress)
 
 
 def larger_shards(group: Group, compress: Compress) -> list[Tensor]:
     """Between forward and backward, weights lie in shards of two ranks instead of four."""
-    model = shard(Net(8, 12), line(group), reshard_after_forward=2)
-    compress(model)
-    return train(model, group)
+    return compressed(shard(Net(8, 12), line(group), reshard_after_forward=2), group, compress)
 
 
 def prefetched(group: Group, compress: Compress) -> list[Tensor]:
@@ -170,28 +167,24 @@ def prefetched(group: Group, compress: Compress) -> list[Tensor]:
     model.set_modules_to_forward_prefetch([first, second])
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-    compress(model)
-    return train(model, group)
+    return compressed(model, group, compress)
 
 
 def accumulated(group: Group, compress: Compress) -> list[Tensor]:
     """Two batches a step: gradients are reduced after the second, weights kept in between."""
     model = shard(Net(), line(group))
-    compress(model)
 
     def before(step: int, at: int) -> None:
         model.set_requires_gradient_sync(at == 1)
         model.set_is_last_backward(at == 1)
         model.set_reshard_after_backward(at == 1)
 
-    return train(model, group, passes=lambda step: (2 * step, 2 * step + 1), before_pass=before)
+    return compressed(model, group, compress, passes=lambda step: (2 * step, 2 * step + 1), before_pass=before)
 
 
 def added_twice(group: Group, compress: Compress) -> list[Tensor]:
     """Both batches of a step are reduced."""
-    model = shard(Net(), line(group))
-    compress(model)
-    return train(model, group, passes=lambda step: (2 * step, 2 * step + 1))
+    return compressed(shard(Net(), line(group)), group, compress, passes=lambda step: (2 * step, 2 * step + 1))
 
 
 def divided(group: Group, compress: Compress) -> list[Tensor]:
@@ -206,18 +199,14 @@ def divided(group: Group, compress: Compress) -> list[Tensor]:
 
 
 def offloaded(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), line(group), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    compress(model)
-    return train(model, group)
+    return compressed(shard(Net(), line(group), offload_policy=CPUOffloadPolicy(pin_memory=False)), group, compress)
 
 
 def recomputed_in_wrappers(group: Group, compress: Compress) -> list[Tensor]:
     net = Net()
     net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
     net.blocks[0].norm = net.blocks[0]._checkpoint_wrapped_module.norm  # for `inputs`
-    model = shard(net, line(group))
-    compress(model)
-    return train(model, group)
+    return compressed(shard(net, line(group)), group, compress)
 
 
 def tied(group: Group, compress: Compress) -> list[Tensor]:
@@ -226,9 +215,7 @@ def tied(group: Group, compress: Compress) -> list[Tensor]:
     for block in net.blocks:
         block.down.weight = block.up.weight
     net.head.weight = nn.Parameter(net.head.weight.detach().clone())
-    model = shard(net, line(group))
-    compress(model)
-    return train(model, group)
+    return compressed(shard(net, line(group)), group, compress)
 
 
 def frozen(group: Group, compress: Compress) -> list[Tensor]:
@@ -237,20 +224,18 @@ def frozen(group: Group, compress: Compress) -> list[Tensor]:
     net.blocks[0].requires_grad_(False)
     net.blocks[1].up.weight.requires_grad_(False)
     model = shard(net, line(group))
-    compress(model)
-    found = train(model, group, range(2))
+    found = compressed(model, group, compress, range(2))
     model.blocks[0].requires_grad_(True)
     return found + train(model, group, range(2, 4))
 
 
 def unused(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), line(group))
-    compress(model)
 
     def before(step: int, at: int) -> None:
         model.skip_spare = step != 1
 
-    return train(model, group, range(3), before_pass=before)
+    return compressed(model, group, compress, range(3), before_pass=before)
 
 
 POLICIES = (
@@ -263,25 +248,21 @@ POLICIES = (
 
 
 def mixed_precision(group: Group, compress: Compress) -> list[Tensor]:
-    found = []
-    mesh = line(group)
+    found, mesh = [], line(group)
     for policy in POLICIES:
-        model = shard(Net(), mesh, mp_policy=policy)
-        compress(model)
-        found += train(model, group, range(2))
+        found += compressed(shard(Net(), mesh, mp_policy=policy), group, compress, range(2))
     return found
 
 
 def clipped(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), line(group))
-    compress(model)
     norms: list[Tensor] = []
 
     def before() -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    found = train(model, group, before_update=before)
+    found = compressed(model, group, compress, before_update=before)
     assert float(norms[0]) > 0.1
     return found + norms
 
@@ -303,11 +284,9 @@ def compiled(group: Group, compress: Compress) -> list[Tensor]:
     net = Net()
     for block in net.blocks:
         block.compile(backend="eager")
-    model = shard(net, line(group))
-    compress(model)
     with warnings.catch_warnings():  # torch's own, about what its compiler looks at
         warnings.simplefilter("ignore")
-        return train(model, group)
+        return compressed(shard(net, line(group)), group, compress)
 
 
 def two_models(group: Group, compress: Compress) -> list[Tensor]:
@@ -364,19 +343,15 @@ def grid(group: Group, *names: str) -> DeviceMesh:
 def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), grid(group, "replicas", "shards"))
     model.set_force_sum_reduction_for_comms(True)
-    compress(model)
-    found = train(model, group)
+    found = compressed(model, group, compress)
     model.set_gradient_divide_factor(8.0)
     return found + train(model, group)
 
 
 def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
-    found = []
-    mesh = grid(group, "replicas", "shards")
+    found, mesh = [], grid(group, "replicas", "shards")
     for policy in POLICIES[::3]:
-        model = shard(Net(), mesh, mp_policy=policy)
-        compress(model)
-        found += train(model, group, range(2))
+        found += compressed(shard(Net(), mesh, mp_policy=policy), group, compress, range(2))
     return found
 
 
@@ -384,8 +359,7 @@ def hooked(group: Group, compress: Compress) -> list[Tensor]:
     """A hook of the user's own changes what was summed over replicas."""
     model = shard(Net(), grid(group, "replicas", "shards"))
     model.set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
-    compress(model)
-    return train(model, group)
+    return compressed(model, group, compress)
 
 
 def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
@@ -395,21 +369,19 @@ def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
     for policy in POLICIES[::3]:
         model = shard(Net(), mesh, mp_policy=policy)
         model.set_force_sum_reduction_for_comms(True)
-        compress(model)
-        found += train(model, group, range(2))
+        found += compressed(model, group, compress, range(2))
     return found
 
 
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
     model = shard(Net(), grid(group, "replicas", "shards"))
-    compress(model)
 
     def before(step: int, at: int) -> None:
         model.set_requires_all_reduce(at == 2)
         model.set_is_last_backward(at == 2)
 
-    return train(model, group, range(STEPS), lambda step: range(3 * step, 3 * step + 3), before)
+    return compressed(model, group, compress, range(STEPS), lambda step: range(3 * step, 3 * step + 3), before)
 
 
 def tensor_parallel(group: Group, compress: Compress) -> list[Tensor]:
@@ -417,9 +389,7 @@ def tensor_parallel(group: Group, compress: Compress) -> list[Tensor]:
     net = Net(8, 12)
     for block in net.blocks:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = shard(net, mesh["data"])
-    compress(model)
-    return train(model, group)
+    return compressed(shard(net, mesh["data"]), group, compress)
 
 
 class Way(NamedTuple):
