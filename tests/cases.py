@@ -4,6 +4,7 @@ Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 """
 
 import functools
+import gc
 import hashlib
 import importlib
 import inspect
@@ -173,6 +174,15 @@ class Standstill:
             begun = time.monotonic()
             self._over.wait(0.05)
             self.seconds = max(self.seconds, time.monotonic() - begun - 0.05)
+
+
+def until(holds: Callable[[], bool], seconds: float = 3.0) -> bool:
+    """Whether `holds` comes true in that time; what nobody holds is freed meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return found
 
 
 def in_time(test: Callable[..., None]) -> Callable[..., None]:

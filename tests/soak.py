@@ -16,7 +16,6 @@ that ranks hold beyond what they held after their first episodes. All three must
 """
 
 import argparse
-import gc
 import itertools
 import os
 import random
@@ -27,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import cases
 import defined
 import thinwire
 from cases import CONTENTS, STOOD_S, TRIES, Standstill, assert_same, content, digest, seeded, small_chunks, to_dtype
@@ -60,7 +60,6 @@ TRAINING = 0.15  # share of episodes that train
 LATE = 0.05  # share of calls to which a rank comes late
 STOPPED_S = 2.0  # the timeout of groups in which a rank stops
 SOON_S = 10.0  # until survivors know, beyond that timeout
-ENDED_S = 3.0  # for threads to end and memory to be freed
 EPISODE_S = 60.0
 EPISODES = 20  # of a world, before its ranks are asked what they hold: earlier, caches still fill up
 CODECS = (
@@ -389,7 +388,7 @@ def judge(error: Exception, seconds: float, timeout: float, says: str, told: Tol
 def go_on(rank: int, world: int, store: str, seed: int, told: Told) -> None:
     """Without the lost rank: nothing of the old groups is left, and a new one works."""
     dist.destroy_process_group()
-    if not until(lambda: not ours()):
+    if not cases.until(lambda: not ours()):
         told.left.append(f"threads of a lost group: {ours()}")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     assert dist.group.WORLD is not None
@@ -451,20 +450,12 @@ def ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-")]
 
 
-def until(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + ENDED_S
-    while not (found := holds()) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    return found
-
-
 _first: dict[str, int] = {}  # what this rank held at first
 
 
 def held() -> dict[str, int]:
     """Files, threads and kilobytes of this process; what ends by itself is given a moment."""
-    until(lambda: not _first or all(counted()[name] <= _first[name] for name in ("files", "threads")))
+    cases.until(lambda: not _first or all(counted()[name] <= _first[name] for name in ("files", "threads")))
     found = counted()
     _first.update(_first or found)
     return found

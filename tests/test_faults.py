@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns, in_time, on_ranks
+from cases import by_turns, in_time, on_ranks, until
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
@@ -63,14 +63,6 @@ def threads() -> list[str]:
     """Those of thinwire's groups that run. What compiles GPU kernels belongs to the process."""
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-")]
     return [name for name in names if not name.startswith("thinwire-compiler")]
-
-
-def until(holds: Callable[[], bool], seconds: float = 3.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    return found
 
 
 # --- a rank that is lost ----------------------------------------------------------------------------------------------

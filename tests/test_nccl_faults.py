@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from benchmarks import collectives_nccl
-from cases import in_time, thorough
+from cases import in_time, thorough, until
 from ranks import RankPool
-from test_faults import SOON_S, failure, threads, until
+from test_faults import SOON_S, failure, threads
 from test_nccl import Group, on_nccl, on_worlds
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import CPU, digest, generated, given, on_ranks, small_chunks, thorough, worlds
+from cases import CPU, digest, generated, given, on_ranks, small_chunks, thorough, until, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel, IssuedCall
@@ -508,11 +508,7 @@ def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(group: Group) -
 
 def ended(before: list[str]) -> bool:
     """Whether all threads that were not there before end soon."""
-    deadline = time.monotonic() + 60
-    while (left := set(thread_names()) - set(before)) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    return not left
+    return until(lambda: set(thread_names()) <= set(before), 60)
 
 
 @pytest.mark.parametrize("fails", [False, True])
