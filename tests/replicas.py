@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -53,6 +54,11 @@ class Given(nn.Module):
 def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype:
     """The dtype of one parameter; float32 where nothing is said."""
     return dtypes if isinstance(dtypes, torch.dtype) else dtypes.get(name, torch.float32)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Ranks that hold shards, or replicas of shards."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def wrap(

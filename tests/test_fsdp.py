@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from cases import digest, on_ranks, seeded, thorough
 from ranks import RankPool
-from replicas import Group, message_of
+from replicas import Group, mesh_of, message_of
 from thinwire import compress_fsdp
 from thinwire.integrations.fsdp import rows
 
@@ -72,7 +72,7 @@ def round_weights(model: nn.Module) -> None:
 
 
 def line(group: Group) -> DeviceMesh:
-    return init_device_mesh("cpu", (group.size(),))
+    return mesh_of(group.size())
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -336,12 +336,8 @@ def evaluated(group: Group, compress: Compress) -> list[Tensor]:
     return found
 
 
-def grid(group: Group, *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-
-
 def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), grid(group, "replicas", "shards"))
+    model = shard(Net(), mesh_of(2, 2))
     model.set_force_sum_reduction_for_comms(True)
     found = compressed(model, group, compress)
     model.set_gradient_divide_factor(8.0)
@@ -349,7 +345,7 @@ def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
 
 
 def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
-    found, mesh = [], grid(group, "replicas", "shards")
+    found, mesh = [], mesh_of(2, 2)
     for policy in POLICIES[::3]:
         found += compressed(shard(Net(), mesh, mp_policy=policy), group, compress, range(2))
     return found
@@ -357,7 +353,7 @@ def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
 
 def hooked(group: Group, compress: Compress) -> list[Tensor]:
     """A hook of the user's own changes what was summed over replicas."""
-    model = shard(Net(), grid(group, "replicas", "shards"))
+    model = shard(Net(), mesh_of(2, 2))
     model.set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
     return compressed(model, group, compress)
 
@@ -365,7 +361,7 @@ def hooked(group: Group, compress: Compress) -> list[Tensor]:
 def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
     """Shards of one rank, in sums and in fp16: torch reduces nothing inside."""
     found = []
-    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("replicas", "shards"))
+    mesh = mesh_of(group.size(), 1)
     for policy in POLICIES[::3]:
         model = shard(Net(), mesh, mp_policy=policy)
         model.set_force_sum_reduction_for_comms(True)
@@ -375,7 +371,7 @@ def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
 
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
-    model = shard(Net(), grid(group, "replicas", "shards"))
+    model = shard(Net(), mesh_of(2, 2))
 
     def before(step: int, at: int) -> None:
         model.set_requires_all_reduce(at == 2)
@@ -385,7 +381,7 @@ def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
 
 
 def tensor_parallel(group: Group, compress: Compress) -> list[Tensor]:
-    mesh = grid(group, "data", "tensor")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     net = Net(8, 12)
     for block in net.blocks:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -480,7 +476,7 @@ def test_options_that_differ_by_rank_raise_on_all(group: Group) -> None:
         {"gradients": "int8" if group.rank() % 2 else "int4"},  # alike on the ranks of a replica group
         {"gradients": "int8"},
     ]
-    mesh = grid(group, "replicas", "shards")
+    mesh = mesh_of(2, 2)
     *told, fine = [message_of(lambda o=options: compress_fsdp(shard(Net(), mesh), **o)) for options in given]
     assert all("the ranks disagree" in message for message in told), told
     assert fine == "accepted!"
@@ -596,7 +592,7 @@ def test_steps_with_replicas_are_sums_over_them(group: Group) -> None:
 def test_groups_with_other_replicas_are_averaged_over_their_own(group: Group) -> None:
     """A block has four replicas of one shard, the rest two of two."""
     found = []
-    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((4, 1), (2, 2))]
+    meshes = [mesh_of(4, 1), mesh_of(2, 2)]
     for compressed in (False, True):
         model = Net()
         fully_shard(model.blocks[0], mesh=meshes[0])
@@ -682,7 +678,7 @@ def test_weights_of_few_bits_without_a_copy_warn(group: Group) -> None:
 def test_what_travels_as_it_is_is_announced_once(group: Group, replicas: bool) -> None:
     """The first rank says where numbers travel as they are; gradients are then those of plain FSDP2."""
     said = []
-    mesh = grid(group, "replicas", "shards") if replicas else line(group)
+    mesh = mesh_of(2, 2) if replicas else line(group)
     for kind in ("weights", "gradients"):
         plain, mixed = (shard(_typed(kind), mesh) for _ in range(2))
         handle = compress_fsdp(mixed, "int8", "int8" if replicas or kind == "weights" else "none")

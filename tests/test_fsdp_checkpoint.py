@@ -1,6 +1,7 @@
 """Checkpoints of compressed FSDP2 runs: the same bits on the same ranks, the same sum of residuals on others."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import thinwire
 from cases import by_turns, on_ranks, thorough
 from ranks import RankPool
-from replicas import Group, message_of
+from replicas import Group, mesh_of, message_of
 from thinwire import FSDPState
 
 Options = Mapping[str, Any]
@@ -82,15 +83,9 @@ class Run:
         self.handle.load_state_dict(saved["thinwire"])
 
 
-def mesh_of(group: Group, replicated: bool) -> DeviceMesh:
-    if replicated:
-        return init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (group.size(),))
-
-
-def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]) -> list[str]:
+def resumed(group: Group, folder: str, shape: Sequence[int], runs: Sequence[Options]) -> list[str]:
     """Options with which a resumed run differs from one that was never interrupted."""
-    mesh = mesh_of(group, replicated)
+    mesh = mesh_of(*shape)
     wrong = []
     for at, options in enumerate(runs):
         first = Run(mesh, options)
@@ -109,13 +104,13 @@ def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]
 def test_a_rank_finds_its_own_among_the_states_of_all(group: Group) -> None:
     """Means and copies."""
     options = {**EF21, **COPIES, "gradients": "lloyd2"}
-    run = Run(mesh_of(group, False), options)
+    run = Run(mesh_of(group.size()), options)
     run.train(0, SAVED_AT)
     buffer = io.BytesIO()
     torch.save(run.handle.state_dict(), buffer)
     saved: list[Any] = [None] * group.size()
     dist.all_gather_object(saved, buffer.getvalue(), group=group)
-    again = Run(mesh_of(group, False), options)
+    again = Run(mesh_of(group.size()), options)
     again.handle.load_state_dict([torch.load(io.BytesIO(one), weights_only=False) for one in saved])
     kept = (one.handle.state_dict() for one in (run, again))
     mine, loaded = ([[t.to_local() for t in state[name].values()] for name in ("mean", "replica")] for state in kept)
@@ -124,24 +119,25 @@ def test_a_rank_finds_its_own_among_the_states_of_all(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "replicated", "runs"),
+    ("shape", "runs"),
     [
-        *((3, False, [CLASSIC, COPIES, NARROW, EXACT]), (4, True, [EF21, AUTO])),
-        *thorough((3, False, [EF21, AUTO]), (4, True, [CLASSIC, COPIES, NARROW, EXACT])),
+        *(((3,), [CLASSIC, COPIES, NARROW, EXACT]), ((2, 2), [EF21, AUTO])),
+        *thorough(((3,), [EF21, AUTO]), ((2, 2), [CLASSIC, COPIES, NARROW, EXACT])),
     ],
     ids=["shards", "replicas", "shards, the others", "replicas, the others"],
 )
 def test_a_resumed_run_has_the_same_bits(
-    ranks: RankPool, tmp_path: Path, world: int, replicated: bool, runs: list[Options]
+    ranks: RankPool, tmp_path: Path, shape: tuple[int, ...], runs: list[Options]
 ) -> None:
-    assert ranks(world).run(resumed, str(tmp_path), replicated, runs) == [[]] * world
+    world = math.prod(shape)
+    assert ranks(world).run(resumed, str(tmp_path), shape, runs) == [[]] * world
 
 
 @pytest.mark.parametrize("gather", [False, True])
 @on_ranks(2)
 def test_a_resumed_run_may_freeze_a_layer(group: Group, gather: bool) -> None:
     """Runs with a frozen parameter go on from states with errors, by which bits are dealt, of all or of the others."""
-    mesh = mesh_of(group, False)
+    mesh = mesh_of(group.size())
     for before, after in (((), ["block.1.weight"]), (["block.1.weight"], ["block.1.weight"])):
         first, second = Run(mesh, OFTEN, before), Run(mesh, OFTEN, after)
         first.train(0, SAVED_AT)
@@ -156,18 +152,18 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def saved_by(group: Group, path: str, replicated: bool, options: Options) -> dict[str, Tensor]:
+def saved_by(group: Group, path: str, shape: Sequence[int], options: Options) -> dict[str, Tensor]:
     """What this rank remembers after some steps that it saved."""
-    run = Run(mesh_of(group, replicated), options)
+    run = Run(mesh_of(*shape), options)
     run.train(0, SAVED_AT)
     run.save(path)
     (own,) = run.handle.state_dict()["ranks"].values()
     return {name: whole(value) for name, value in own.items()}
 
 
-def loaded_by(group: Group, path: str, replicated: bool, options: Options, world: int) -> dict[str, Tensor]:
+def loaded_by(group: Group, path: str, shape: Sequence[int], options: Options, world: int) -> dict[str, Tensor]:
     """What this rank remembers of what `world` ranks, or replicas, saved; one more step shows that it can go on."""
-    run = Run(mesh_of(group, replicated), options)
+    run = Run(mesh_of(*shape), options)
     run.load(path, world)
     assert run.handle.step == SAVED_AT
     (own,) = run.handle.state_dict()["ranks"].values()
@@ -180,8 +176,8 @@ def test_the_sum_of_residuals_is_kept(
     ranks: RankPool, tmp_path: Path, worlds: tuple[int, int], options: Options
 ) -> None:
     old, new = worlds
-    saved = ranks(old).run(saved_by, str(tmp_path), False, options)
-    loaded = ranks(new).run(loaded_by, str(tmp_path), False, options, old)
+    saved = ranks(old).run(saved_by, str(tmp_path), (old,), options)
+    loaded = ranks(new).run(loaded_by, str(tmp_path), (new,), options, old)
     assert set(saved[0]) == {"block.1.weight", "block.3.weight", "across.weight", "head.weight"}
     for name in saved[0]:
         total = torch.stack([part[name] for part in saved]).sum(0)
@@ -192,7 +188,7 @@ def test_the_sum_of_residuals_is_kept(
 @on_ranks(4)
 def test_a_list_of_replicas_states_is_refused(group: Group) -> None:
     """Both shards of a replica save under one key."""
-    run = Run(mesh_of(group, True), EF21)
+    run = Run(mesh_of(2, 2), EF21)
     run.train(0, SAVED_AT)
     own = run.handle.state_dict()
     words = "ranks that share a replica, which cannot be told apart in it: pass this rank's own"
@@ -200,8 +196,8 @@ def test_a_list_of_replicas_states_is_refused(group: Group) -> None:
 
 
 def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: Path) -> None:
-    saved = ranks(4).run(saved_by, str(tmp_path), True, CLASSIC)  # two replicas of two shards
-    loaded = ranks(2).run(loaded_by, str(tmp_path), True, CLASSIC, 2)  # two replicas of one
+    saved = ranks(4).run(saved_by, str(tmp_path), (2, 2), CLASSIC)  # two replicas of two shards
+    loaded = ranks(2).run(loaded_by, str(tmp_path), (2, 1), CLASSIC, 2)  # two replicas of one
     for name in saved[0]:
         for replica in range(2):
             torch.testing.assert_close(loaded[replica][name], saved[2 * replica][name])
@@ -210,7 +206,7 @@ def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: P
 @on_ranks(3)
 def test_what_was_loaded_may_be_saved_at_once(group: Group) -> None:
     """Copies of weights: as a run has them, and as another that loaded them, and then rejected what does not fit."""
-    mesh = mesh_of(group, False)
+    mesh = mesh_of(group.size())
     first = Run(mesh, COPIES)
     first.train(0, SAVED_AT)
     second = Run(mesh, COPIES)

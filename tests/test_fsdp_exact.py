@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cases import digest, thorough, worlds
 from ranks import RankPool
-from replicas import Group, message_of
+from replicas import Group, mesh_of, message_of
 from rowed import rowed
 from thinwire import FSDPState, compress_fsdp
 from thinwire.collectives import traffic
@@ -43,12 +43,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(x + self.block(x))
         return out
-
-
-def mesh_of(group: Group, *, replicated: bool = False) -> DeviceMesh:
-    if replicated:
-        return init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("replicas", "shards"))
-    return init_device_mesh("cpu", (group.size(),))
 
 
 def shard(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, **options: Any) -> Net:
@@ -111,7 +105,7 @@ class Setup(NamedTuple):
 
 def trained(group: Group, setup: Setup, weights: str) -> tuple[str, float]:
     policy = MixedPrecisionPolicy(param_dtype=setup.param, reduce_dtype=torch.float32)
-    mesh = mesh_of(group, replicated=setup.replicated)
+    mesh = mesh_of(2, 2) if setup.replicated else mesh_of(group.size())
     model = shard(mesh, setup.stored, mp_policy=policy, reshard_after_forward=setup.reshard)
     handle = compress_fsdp(model, setup.gradients, weights)
     run = Run(model, group)
@@ -176,7 +170,7 @@ def exchanged(group: Group) -> bool:
 
 def changed(group: Group, compressed: bool) -> str:
     """Weights that are loaded, drawn anew, or no numbers; on one rank or all, also between the passes of a step."""
-    model = shard(mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model = shard(mesh_of(group.size()), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     if compressed:
         compress_fsdp(model, "none", "exact")
     run = Run(model, group)
@@ -220,7 +214,7 @@ class Sent(NamedTuple):
 
 def counted(group: Group) -> tuple[list[Sent], list[int], list[int]]:
     """Of a first gather, one of unchanged weights, one after a small change, and one of a weight drawn anew."""
-    model = shard(mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=True)
+    model = shard(mesh_of(group.size()), mp_policy=MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=True)
     handle = compress_fsdp(model, "none", "exact")
     weights = local(model)
     generator = torch.Generator().manual_seed(group.rank())
@@ -275,7 +269,7 @@ def test_pieces_are_parameters_with_small_neighbors() -> None:
 
 def damaged(group: Group) -> str:
     """What a rank raises that gets a wire with other bytes."""
-    model = shard(mesh_of(group))
+    model = shard(mesh_of(group.size()))
     compress_fsdp(model, "none", "exact")
     difference, weights = rows._difference, local(model)
 
@@ -309,7 +303,7 @@ def resumed(group: Group) -> bool:
     """Whether a run that was interrupted, and one that never was compressed, end with the same bits."""
     found = []
     for interrupted in (False, True):
-        model = shard(mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        model = shard(mesh_of(group.size()), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
         handle = compress_fsdp(model, "none", "exact" if interrupted else "none")
         run = Run(model, group)
         for step in range(3):
@@ -320,7 +314,7 @@ def resumed(group: Group) -> bool:
             buffer.seek(0)
             saved = torch.load(buffer, weights_only=False)
             kept, seen = run.kept, model.seen
-            model = shard(mesh_of(group), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+            model = shard(mesh_of(group.size()), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
             handle = compress_fsdp(model, "none", "exact")
             run = Run(model, group)
             run.step(7)
@@ -338,7 +332,7 @@ def test_a_resumed_run_has_the_bits_of_plain_fsdp(ranks: RankPool) -> None:
 
 
 def refusals(group: Group) -> list[str]:
-    model = shard(mesh_of(group))
+    model = shard(mesh_of(group.size()))
     told = [
         message_of(lambda: compress_fsdp(model, weights="exact", replica=False)),
         message_of(lambda: compress_fsdp(model, weights="exact:block=64")),

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cases import Range, by_turns, digest, on_ranks, seeded, thorough, worlds
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, Shapes, draw, flat, learn, network, same_everywhere
+from replicas import SHAPES, Given, Group, Shapes, draw, flat, learn, mesh_of, network, same_everywhere
 from thinwire import codec, compress_fsdp
 from thinwire.collectives.chunks import LaneSpec
 from thinwire.integrations.fsdp.rows import Columns
@@ -32,10 +32,6 @@ class Seeing(Given):
     def forward(self, *gradients: Tensor | None) -> Tensor:
         self.seen = [p.detach().clone() for p in self.parameters()]
         return super().forward(*gradients)
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def wrap(group: Group, shapes: Shapes = SHAPES, mesh: DeviceMesh | None = None, **options: Any) -> Any:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 import thinwire
 from cases import assert_same, by_turns, digest, heard, on_ranks
 from ranks import RankPool
-from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
-from test_fsdp_checkpoint import Run, mesh_of
+from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, mesh_of, message_of, network, wrap
+from test_fsdp_checkpoint import Run
 from thinwire import CodecError, CollectiveError, DDPState, DiLoCo, compress_ddp, compress_fsdp
 from thinwire.integrations.choice.options import Rules, family
 from thinwire.integrations.models import bare_optimizer, plain_name
@@ -218,7 +218,7 @@ SHARDED: list[Mapping[str, Any]] = [
 @on_ranks()
 def test_one_file_of_all_shards_resumes_bit_by_bit(group: Group, tmp_path: Path, turn: int) -> None:
     """On four ranks, of replicas."""
-    mesh = mesh_of(group, group.size() == 4)
+    mesh = mesh_of(*((2, 2) if group.size() == 4 else (3,)))
     for at, options in enumerate(SHARDED[turn::2]):
         first = Run(mesh, options)
         first.train(0, SAVED_AT)
@@ -387,7 +387,7 @@ STATES: dict[str, dict[str, Any]] = {
 def run_of(group: Group, kind: str) -> tuple[Any, nn.Module]:
     """A handle and its model after some steps; DiLoCo's with one round applied and another in flight."""
     if kind.startswith("FSDP2"):
-        run = Run(mesh_of(group, False), STATES[kind])
+        run = Run(mesh_of(group.size()), STATES[kind])
         run.train(0, 2)
         return run.handle, run.model
     model = wrap(network(), group) if kind == "DDP" else network()

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import by_turns, on_ranks
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, batch, draw, flat, join_buckets, network, same_everywhere, wrap
+from replicas import SHAPES, Given, Group, batch, draw, flat, join_buckets, mesh_of, network, same_everywhere, wrap
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.integrations.choice.options import DDPOptions
@@ -45,10 +44,10 @@ def whole(tensor: Any) -> Tensor | None:
 def made(group: Group, kind: str, options: Options) -> tuple[nn.Module, Any]:
     net = Given(SHAPES)
     if kind == "fsdp":
-        net = fully_shard(net, mesh=init_device_mesh("cpu", (group.size(),)))
+        net = fully_shard(net, mesh=mesh_of(group.size()))
         return net, compress_fsdp(net, **options)
     if kind == "hsdp":
-        net = fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+        net = fully_shard(net, mesh=mesh_of(2, 2))
         return net, compress_fsdp(net, **options)
     model = wrap(net, group, gradient_as_bucket_view=kind == "views", static_graph=kind == "static")
     return model, compress_ddp(model, **options)
@@ -137,7 +136,7 @@ def test_raise_holds_under_join(group: Group) -> None:
 @on_ranks(2)
 def test_models_of_several_meshes_cannot_raise(group: Group) -> None:
     """Models whose ranks do not all look at the same parameters."""
-    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((2, 1), (1, 2))]
+    meshes = [mesh_of(2, 1), mesh_of(1, 2)]
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(net[0], mesh=meshes[0])
     fully_shard(net, mesh=meshes[1])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import cases
+from replicas import mesh_of
 from thinwire import CollectiveError, WeightPublisher, WeightSubscriber, WireError
 from thinwire.integrations import weights
 
@@ -348,15 +349,12 @@ class Blocks(nn.Module):
 
 
 def shard(model: nn.Module, mesh_shape: tuple[int, ...], columns: bool) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
 
     def place(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if columns and parameter.shape[-1] == 15 else None  # torch divides columns evenly only
 
-    return fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    return fully_shard(model, mesh=mesh_of(*mesh_shape), shard_placement_fn=place)
 
 
 @pytest.mark.parametrize(("world", "mesh_shape", "columns"), [(2, (2,), False), (3, (3,), True), (4, (2, 2), False)])
