@@ -4,15 +4,34 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import thinwire
 from cases import half_ulp
-from replicas import Group
+from replicas import Group, flat
+
+
+class Found(NamedTuple):
+    """What a training gave."""
+
+    weights: list[Tensor]
+    peak: float  # of the ranks' own gradients, where they were watched
+    stats: "thinwire.Stats | None"
+    owed: Tensor  # what this rank remembers
+    graphs: int = 0  # that torch.compile captured
+    logs: Sequence[dict[str, Any]] = ()
+    reported: Sequence[dict[str, Any]] = ()  # by a callback that stands before ours
+
+
+def remembered(handle: Any) -> Tensor:
+    """What this rank remembers, in a row."""
+    (kept,) = handle.state_dict()["ranks"].values()
+    return flat([torch.zeros(0), *(kept[name] for name in sorted(kept))])
 
 
 @contextmanager
@@ -75,7 +94,7 @@ def largest(group: Group, peaks: dict[str, Tensor]) -> float:
     return float(peak)
 
 
-def assert_compressed(plain: Any, none: Any, exact: Any, int8: Any, *, rate: float, share: float) -> None:
+def assert_compressed(plain: Found, none: Found, exact: Found, int8: Found, *, rate: float, share: float) -> None:
     """Runs without thinwire, with what rounds nothing, and after one step of SGD: averaged exactly, or in int8."""
     assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
     assert_within_int8(int8.weights, exact.weights, exact.peak, rate)

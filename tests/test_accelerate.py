@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import huggingface as hf
 import thinwire
 from cases import heard, on_ranks, seeded, thorough
-from huggingface import assert_compressed, assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
-from replicas import Group, flat, gradients_saved, message_of, same_everywhere
+from replicas import Group, flat, gradients_saved, message_of, network, same_everywhere
 
 if importlib.util.find_spec("accelerate") is None:
     pytest.skip("Accelerate is not installed: pip install 'thinwire[accelerate]'", allow_module_level=True)
@@ -28,17 +28,14 @@ Options = Mapping[str, Any]
 
 
 class Net(nn.Module):
-    """Two weights that are large enough to be compressed. The same on every rank."""
+    """A network with a forward of its own: torch.compile captures nothing of a DDP model around an nn.Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.up = nn.Linear(20, 64)
-        self.down = nn.Linear(64, 32)
-        self.out = nn.Linear(32, 1)
+        self.layers = network()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.down(self.up(x).relu()).relu())  # type: ignore[no-any-return]
+        return self.layers(x)  # type: ignore[no-any-return]
 
 
 def loader() -> "DataLoader[tuple[Tensor, ...]]":
@@ -60,16 +57,6 @@ class Run(NamedTuple):
     watched: bool = False  # whether the ranks' own gradients are looked at
 
 
-class Found(NamedTuple):
-    """What a run gave."""
-
-    weights: list[Tensor]
-    peak: float  # of the ranks' own gradients, where they were watched
-    stats: "thinwire.Stats | None"
-    owed: Tensor  # what this rank remembers
-    graphs: int  # that torch.compile captured
-
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, RATE),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 3e-3),
@@ -85,19 +72,19 @@ def accelerated(run: Run) -> Any:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **run.accelerator)
-    shard_on_cpu(accelerator, plugin)
+    hf.shard_on_cpu(accelerator, plugin)
     return accelerator
 
 
-def train(group: Group, run: Run, local_rank: int | None = None) -> Found:
+def train(group: Group, run: Run, local_rank: int | None = None) -> hf.Found:
     """Train as Accelerate's users do."""
     from thinwire.integrations.accelerate import compress
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with launched(group, local_rank=local_rank):
+    with hf.launched(group, local_rank=local_rank):
         accelerator, net = accelerated(run), Net()
-        peaks = watch_gradients(net) if run.watched else {}
+        peaks = hf.watch_gradients(net) if run.watched else {}
         model, optimizer, batches = accelerator.prepare(net, OPTIMIZERS[run.optimizer](net.parameters()), loader())
         handle = None if run.options is None else compress(accelerator, model, **run.options)
         if run.resume[0]:
@@ -119,14 +106,9 @@ def train(group: Group, run: Run, local_rank: int | None = None) -> Found:
         weights = [p.detach().full_tensor() if run.sharded else p.detach() for p in model.parameters()]
         assert same_everywhere(group, *weights)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        owed = torch.zeros(0) if handle is None else remembered(handle)
+        owed = torch.zeros(0) if handle is None else hf.remembered(handle)
         stats = None if handle is None else handle.stats()
-        return Found([w.clone() for w in weights], largest(group, peaks), stats, owed, graphs)
-
-
-def remembered(handle: Any) -> Tensor:
-    (kept,) = handle.state_dict()["ranks"].values()
-    return flat([torch.zeros(0), *(kept[name] for name in sorted(kept))])
+        return hf.Found([w.clone() for w in weights], hf.largest(group, peaks), stats, owed, graphs)
 
 
 WAYS: dict[str, Options] = {
@@ -148,7 +130,7 @@ def test_a_prepared_model_is_compressed(group: Group, way: str) -> None:
         Run({}, accelerator, optimizer="sgd", steps=1),
     ]
     plain, none, exact, int8 = (train(group, run) for run in runs)
-    assert_compressed(plain, none, exact, int8, rate=RATE, share=0.31)
+    hf.assert_compressed(plain, none, exact, int8, rate=RATE, share=0.31)
     assert (int8.graphs > 0) == (way == "compiled")
 
 
@@ -161,7 +143,7 @@ REMEMBERED: dict[str, Run] = {
 CLASSIC = Run({"codec": "lloyd2"}, optimizer="sgd")
 
 
-def whole_and_resumed(group: Group, run: Run, folder: str) -> tuple[Found, Found]:
+def whole_and_resumed(group: Group, run: Run, folder: str) -> tuple[hf.Found, hf.Found]:
     """Six steps, saved after three; and the last three again, from what was saved."""
     kept = f"{folder}/checkpoint"
     whole = train(group, run._replace(steps=6, save=(kept, 3)))
@@ -222,7 +204,7 @@ def test_a_model_of_the_fsdp_plugin_is_compressed(group: Group, way: str) -> Non
     plain, none, rounded, exact, int8 = (train(group, run) for run in runs)
     assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
     assert rounded.stats.codec == "int8, weights int8"
-    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    hf.assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
     assert rounded.stats.bytes_sent < 0.31 * rounded.stats.bytes_plain
     assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.69
     assert (rounded.graphs > 0) == (way == "compiled")
@@ -234,7 +216,7 @@ def test_accelerate_leaves_the_fsdp_plugin_unused_on_a_cpu(group: Group) -> None
 
     from thinwire.integrations.accelerate import compress
 
-    with launched(group):
+    with hf.launched(group):
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
         model = accelerator.prepare(Net())
         assert type(model).__name__ == "DistributedDataParallel"
@@ -249,7 +231,7 @@ def test_one_process_trains_and_is_told(group: Group) -> list[str]:
 
     from thinwire.integrations.accelerate import compress
 
-    with launched(None), heard() as lines, tempfile.TemporaryDirectory() as folder:
+    with hf.launched(None), heard() as lines, tempfile.TemporaryDirectory() as folder:
         accelerator, net = Accelerator(cpu=True), Net()
         model, optimizer, batches = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()), loader())
         handle = compress(accelerator, model, "lloyd2", optimizer=optimizer, weights="int8")
@@ -270,7 +252,7 @@ def test_processes_that_train_alone_are_told(group: Group) -> None:
 
     from thinwire.integrations.accelerate import compress
 
-    with launched(group):
+    with hf.launched(group):
         accelerator = Accelerator()
         with pytest.warns(UserWarning, match="cpu=True") as told:
             compress(accelerator, accelerator.prepare(Net()))
@@ -291,7 +273,7 @@ def test_misuse_is_refused_by_name(group: Group) -> None:
     from thinwire.integrations.accelerate import compress
 
     found = {}
-    with launched(group):
+    with hf.launched(group):
         accelerator, bare = Accelerator(cpu=True), Net()
         model = accelerator.prepare(bare)
         found["bare"] = message_of(lambda: compress(accelerator, bare))
@@ -300,12 +282,12 @@ def test_misuse_is_refused_by_name(group: Group) -> None:
         found["codec"] = message_of(lambda: compress(accelerator, model, "int99"))
         found["weights"] = message_of(lambda: compress(accelerator, model, weights="int8", replica=True))
         found["option"] = message_of(lambda: compress(accelerator, model, color="red"))  # type: ignore[call-arg]
-    with launched(group):
+    with hf.launched(group):
         hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[hooked])
         model = accelerator.prepare(Net())
         found["fp16"] = message_of(lambda: compress(accelerator, model))
-    with launched(group):
+    with hf.launched(group):
         accelerator, net = accelerated(Run(sharded=True)), Net()
         model, _ = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
         found["algorithm"] = message_of(lambda: compress(accelerator, model, algorithm="two_phase"))

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import thinwire
+import huggingface as hf
 from cases import on_ranks, seeded
-from huggingface import assert_compressed, assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
 from replicas import Group, flat, gradients_saved, message_of, same_everywhere
 
@@ -37,17 +36,6 @@ class Run(NamedTuple):
     sharded: bool = False
     watched: bool = False  # whether the ranks' own gradients are looked at
     times: int = 1  # that train() is called
-
-
-class Found(NamedTuple):
-    """What a run gave."""
-
-    weights: list[Tensor]
-    peak: float  # of the ranks' own gradients, where they were watched
-    stats: "thinwire.Stats | None"
-    owed: Tensor  # what this rank remembers
-    logs: list[dict[str, Any]]
-    reported: list[dict[str, Any]]  # by a callback that stands before ours
 
 
 def llama() -> Any:
@@ -74,12 +62,12 @@ def trainer_of(run: Run, model: nn.Module, callbacks: list[Any], **more: Any) ->
             model, arguments, train_dataset=texts(), eval_dataset=texts()[:4], callbacks=callbacks, **more
         )
     if run.sharded:
-        shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args))
+        hf.shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args))
         trainer.is_fsdp_enabled = True
     return trainer
 
 
-def train(group: Group, run: Run) -> Found:
+def train(group: Group, run: Run) -> hf.Found:
     """Train as the Trainer's users do."""
     from transformers import TrainerCallback
 
@@ -90,10 +78,10 @@ def train(group: Group, run: Run) -> Found:
             reported.append(dict(logs))
 
     reported: list[dict[str, Any]] = []
-    with launched(group):
+    with hf.launched(group):
         compress = None if run.options is None else Compress(**run.options)
         model = llama()
-        peaks = watch_gradients(model) if run.watched else {}
+        peaks = hf.watch_gradients(model) if run.watched else {}
         trainer = trainer_of(run, model, [Reporter(), *([] if compress is None else [compress])])
         for _ in range(run.times):
             trainer.train(resume_from_checkpoint=run.resume)
@@ -101,10 +89,9 @@ def train(group: Group, run: Run) -> Found:
         assert same_everywhere(group, *weights)
         kept = [w.clone() for w in weights]
         if compress is None or compress.handle is None:
-            return Found(kept, largest(group, peaks), None, torch.zeros(0), [], reported)
-        (owed,) = compress.handle.state_dict()["ranks"].values()
-        remembered = flat([torch.zeros(0), *(owed[name] for name in sorted(owed))])
-        return Found(kept, 0.0, compress.handle.stats(), remembered, trainer.state.log_history, reported)
+            return hf.Found(kept, hf.largest(group, peaks), None, torch.zeros(0), reported=reported)
+        stats, owed = compress.handle.stats(), hf.remembered(compress.handle)
+        return hf.Found(kept, 0.0, stats, owed, logs=trainer.state.log_history, reported=reported)
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -124,7 +111,7 @@ def test_a_trainer_s_model_is_compressed(group: Group, way: str) -> None:
     step = {**args, **STEP}
     runs = [Run(None, args), Run({"codec": "none"}, args), Run(None, step, watched=True), Run({}, step)]
     plain, none, exact, int8 = (train(group, run) for run in runs)
-    assert_compressed(plain, none, exact, int8, rate=RATE, share=0.3)
+    hf.assert_compressed(plain, none, exact, int8, rate=RATE, share=0.3)
 
 
 def test_stats_are_in_the_trainer_s_logs(ranks: RankPool) -> None:
@@ -155,7 +142,7 @@ def test_a_model_that_is_wrapped_anew_is_compressed(group: Group) -> None:
     model = llama()
     model.model.register_forward_pre_hook(run_out, with_kwargs=True)
     compress = Compress("int8")
-    with launched(group):
+    with hf.launched(group):
         args = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "max_steps": 2}
         trainer = trainer_of(Run(None, args), model, [compress])
         trainer.train()
@@ -173,7 +160,7 @@ REMEMBERED: dict[str, Run] = {
 CLASSIC = Run({"codec": "lloyd2"}, {**SAVED, "optim": "sgd", "learning_rate": RATE})
 
 
-def assert_goes_on(resumed: Found, whole: Found) -> None:
+def assert_goes_on(resumed: hf.Found, whole: hf.Found) -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
     assert torch.equal(resumed.owed, whole.owed)
 
@@ -240,7 +227,7 @@ def test_a_sharded_model_is_compressed(group: Group) -> None:
     ]
     plain, none, exact, int8 = (train(group, run) for run in runs)
     assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-    assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+    hf.assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
     assert gradients_saved(int8.stats, flat(int8.weights).numel()) > 0.7
 
 
@@ -250,7 +237,7 @@ def test_one_process_trains(group: Group, tmp_path: Path) -> None:
     from thinwire.integrations.transformers import Compress
 
     compress = Compress("lloyd2")
-    with launched(None):
+    with hf.launched(None):
         run = Run(None, {**SAVED, "max_steps": 3}, str(tmp_path))
         trainer_of(run, llama(), [compress]).train()
         trainer_of(run._replace(args=SAVED), llama(), [compress]).train(resume_from_checkpoint=True)
@@ -264,7 +251,7 @@ def test_misuse_is_refused_by_name(group: Group) -> None:
 
     from thinwire.integrations.transformers import Compress
 
-    with launched(group):
+    with hf.launched(group):
         trainer = trainer_of(Run(), llama(), [Compress(weights="int8")])
         calls: list[tuple[Any, str]] = [
             (lambda: Compress("int99"), "int99"),
