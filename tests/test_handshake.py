@@ -242,16 +242,12 @@ def test_handshakes_leave_nothing_in_the_store(group: Group, mode: str) -> None:
 @on_ranks(2, gives=(1, 2, 2))
 def test_only_the_first_call_of_a_kind_shakes_hands(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
-    member, counts, check = dist.new_group(), [0], Handshake.check
-
-    def counting(self: Handshake, *args: Any, **kwargs: Any) -> int:
-        counts[0] += 1
-        return check(self, *args, **kwargs)
+    member = dist.new_group()
 
     def after(numel: int, times: int) -> int:
         for _ in range(times):
             thinwire.all_reduce(torch.ones(numel), group=member, **BASE)
-        return counts[0]
+        return spy.call_count
 
-    with patch.object(Handshake, "check", counting):
+    with patch.object(Handshake, "check", autospec=True, side_effect=Handshake.check) as spy:
         return after(50, 4), after(60, 1), after(60, 3)
