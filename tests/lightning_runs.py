@@ -166,17 +166,13 @@ def whole(module: nn.Module) -> Tensor:
     return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()])
 
 
-def stats_of(callback: Compress) -> Stats:
-    return callback.handle.stats()
-
-
 def fits(group: Group, way: Way, *runs: tuple[Options | None, Options]) -> list[Fitted]:
     """One run after another: with these options of Compress, or without it; and with these of the Trainer."""
     found = []
     for compress, options in runs:
         callbacks = [] if compress is None else [Compress(**compress)]
         _, module = run(group, way, *callbacks, **options)
-        stats = stats_of(callbacks[0]) if callbacks else None
+        stats = callbacks[0].handle.stats() if callbacks else None
         found.append(Fitted(whole(module), max(module.peaks), stats))
     return found
 
@@ -238,7 +234,7 @@ def again(group: Group, compressed: bool) -> list[tuple[Tensor, Stats | None]]:
     for runner, epochs, listed in ((first, 1, callbacks[0]), (first, 2, callbacks[0]), (second, 1, callbacks[1])):
         runner.fit_loop.max_epochs = epochs
         runner.fit(module, examples(group.size()))
-        found.append((whole(module), stats_of(listed[0]) if listed else None))
+        found.append((whole(module), listed[0].handle.stats() if listed else None))
     return found
 
 
@@ -247,7 +243,7 @@ def log(group: Group, folder: Path) -> tuple[str, Stats]:
     callback = Compress("lloyd4", measure_every=2)
     logger = CSVLogger(folder, name="", version="")
     run(group, Way({"accumulate_grad_batches": 2, "max_epochs": 2}), callback, logger=logger, log_every_n_steps=2)
-    return (folder / "metrics.csv").read_text() if group.rank() == 0 else "", stats_of(callback)
+    return (folder / "metrics.csv").read_text() if group.rank() == 0 else "", callback.handle.stats()
 
 
 def other_package(group: Group) -> Stats:
@@ -256,7 +252,7 @@ def other_package(group: Group) -> Stats:
     module = type("Other", (_Net, other.LightningModule), {})()
     callback = Compress()
     trainer(group, Way(), [callback], other).fit(module, examples(group.size()))
-    return stats_of(callback)
+    return callback.handle.stats()
 
 
 def nodes(group: Group, per_node: int) -> tuple[tuple[int, ...], Stats]:
@@ -265,7 +261,7 @@ def nodes(group: Group, per_node: int) -> tuple[tuple[int, ...], Stats]:
     with torchrun(group, per_node):
         run(group, Way(), callback, devices=per_node, num_nodes=group.size() // per_node)
     assert isinstance(callback.handle, thinwire.DDPState)
-    return callback.handle.options.mesh.shape, stats_of(callback)
+    return callback.handle.options.mesh.shape, callback.handle.stats()
 
 
 def refusals(group: Group) -> list[str]:

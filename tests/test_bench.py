@@ -164,14 +164,6 @@ def test_a_failed_command_is_named() -> None:
         links._run("sh", "-c", "echo no veth >&2; exit 2")
 
 
-def shapes_links() -> bool:
-    try:
-        with links.hosts(1, MBIT):
-            return True
-    except links.LinkError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("algorithm", "world", "wires"), [("two_phase", 4, 1.5), ("one_shot", 4, 3), ("one_shot", 2, 1), ("plain", 2, 1)]
 )
@@ -230,7 +222,10 @@ def test_a_quick_run(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
-    if not shapes_links():
+    try:
+        with links.hosts(1, MBIT):
+            pass
+    except links.LinkError:
         pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 

@@ -76,10 +76,6 @@ def types(graph: ModelProto) -> dict[str, str]:
     return {found.name: TensorProto.DataType.Name(found.data_type) for found in graph.graph.initializer}
 
 
-def operators(graph: ModelProto) -> list[str]:
-    return [node.op_type for node in graph.graph.node]
-
-
 @pytest.mark.parametrize(
     ("how", "opset", "weight", "acts"),
     [
@@ -105,7 +101,7 @@ def test_the_file_computes_what_the_model_does(
     assert {found[name] for name in zero_points} == acts
     assert ("table.integer_weight.integers" in found) != ("head.integer_weight.integers" in found)  # tied: stored once
     narrow = how["act_bits"] < (4 if opset >= 21 else 8)
-    assert ("Min" in operators(graph)) == narrow
+    assert ("Min" in [node.op_type for node in graph.graph.node]) == narrow
 
 
 def test_converted_models_in_half_precision_with_names(tmp_path: Path) -> None:

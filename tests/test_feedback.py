@@ -31,12 +31,6 @@ def dyadic(n: int, *seeds: int) -> Tensor:
     return torch.randint(-1024, 1025, (n,), generator=seeded(*seeds)).float() / 64
 
 
-# --- memories ---------------------------------------------------------------------------------------------------------
-def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a memory of `dtype` keeps of a span."""
-    return values.to(dtype).float()
-
-
 # --- whether wires are finite -----------------------------------------------------------------------------------------
 @generated(70)
 @given(
@@ -121,7 +115,7 @@ def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
             expected = [model.get(piece.name or "", torch.zeros(piece.numel)) for piece in pieces]
             gaps = torch.cat([torch.full((p.numel,), p.name is None) for p in pieces])
             assert_same(memory.float()[~gaps], torch.cat(expected)[~gaps], "a lane")
-            values = kept(normal(n, turn, i), dtype) if n else torch.zeros(0)
+            values = normal(n, turn, i).to(dtype).float() if n else torch.zeros(0)
             memory.copy_(values)
             parts = values.split([piece.numel for piece in pieces])
             model |= {p.name: part.clone() for p, part in zip(pieces, parts, strict=True) if p.name is not None}
@@ -157,7 +151,7 @@ def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
 @each_dtype
 def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype) -> None:
     ledger = Ledger(dtype)
-    values = {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
+    values = {"p": normal(200).to(dtype).float(), "q": torch.zeros(3), "gone": torch.ones(2)}
     ledger.lane([Piece("old", 5)], CPU)
     ledger.load(values)
     assert (set(ledger.read()), ledger.nbytes) == (set(values), 4 * 205)

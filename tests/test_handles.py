@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,26 +244,17 @@ def test_one_file_of_all_shards_resumes_bit_by_bit(group: Group, tmp_path: Path,
 # What is told, and when.
 
 
-class Tracker:
-    """What a run of Weights & Biases is asked for: log(dict). The service itself needs an account."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-
 def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], int]:
-    model, tracker = wrap(network(), group), Tracker()
+    model, own = wrap(network(), group), f"{path}.{group.rank()}"
     called: list[dict[str, Any]] = []
-    own = f"{path}.{group.rank()}"
+    tracked: list[dict[str, Any]] = []
+    tracker: Any = SimpleNamespace(log=tracked.append)  # as a run of Weights & Biases
     handle = compress_ddp(model, "int8").log_to(own, every=2)
     handle.log_to(tracker, every=4).log_to(called.append, every=100)
     learn(model, OPTIMIZERS["sgd"](model.parameters()), group.rank(), range(7))
     assert called == []
     lines = Path(own).read_text().splitlines() if Path(own).exists() else []
-    return [json.loads(line) for line in lines], tracker.rows, handle.stats().bytes_sent
+    return [json.loads(line) for line in lines], tracked, handle.stats().bytes_sent
 
 
 def test_a_handle_logs_what_it_did(ranks: RankPool, tmp_path: Path) -> None:

@@ -42,12 +42,11 @@ from cases import (
     worlds,
 )
 from ranks import RankPool
-from replicas import Given, draw
+from replicas import Device, Given, Group, draw
 from thinwire import hooks
 from thinwire.collectives import traffic, transport
 from thinwire.errors import CodecError, CollectiveError
 
-Group, Device = dist.ProcessGroup, torch.device
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 WORLDS = (1, 2, 3, 4)
 PER_TENSOR = f"int8:block={(1 << 32) - 8},mode=affine"
@@ -416,10 +415,7 @@ def lost(name: str, world: int) -> float:
         "allreduce": 0,
         "fp16": 2 * F16,
         "bf16": 2 * B16,
-        "pertensor": 2 * AFFINE,
-        "perchannel": 2 * AFFINE,
-        "perchannel 64": 2 * AFFINE,
-        "perchannel 100": 2 * AFFINE,
+        **dict.fromkeys((*QUANTIZED, "perchannel 100"), 2 * AFFINE),
         "fp16(allreduce)": (world + 1) * F16,
         "bf16(perchannel)": 2 * B16 + 2 * AFFINE,
         "fp16(bf16(fp16))": 2 * B16 + 4 * F16,

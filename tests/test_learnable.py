@@ -580,15 +580,6 @@ def test_scripting_is_refused_in_words() -> None:
         torch.jit.script(_LearnableFakeQuantize(MinMaxObserver))
 
 
-@pytest.fixture
-def integers() -> Iterator[None]:
-    """torch's integer kernels, whichever this machine has."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
-    yield
-    torch.backends.quantized.engine = before
-
-
 def small_model() -> torch.nn.Sequential:
     first, last = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()
     inner = [torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)]
@@ -604,8 +595,10 @@ def learnable_qconfig() -> quantization.QConfig:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.usefixtures("integers")
-def test_in_a_qconfig_from_preparation_to_integers() -> None:
+def test_in_a_qconfig_from_preparation_to_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's integer kernels, whichever this machine has."""
+    kernels = torch.backends.quantized
+    monkeypatch.setattr(kernels, "engine", next(e for e in kernels.supported_engines if e != "none"))
     torch.manual_seed(0)
     model: Any = small_model().train()
     model.qconfig = learnable_qconfig()

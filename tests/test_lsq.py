@@ -224,13 +224,10 @@ def copied(quantizer: LSQ, how: str) -> LSQ:
         return copy.deepcopy(quantizer)
     if how == "pickle":
         return pickle.loads(pickle.dumps(quantizer))
-    other = next(form for form in forms() if str(form) == str(type(quantizer)(**options_of(quantizer))))
+    options = {name: getattr(quantizer, name) for name in ("bits", "symmetric", "axis", "group")}
+    other = next(form for form in forms() if str(form) == str(type(quantizer)(**options)))
     other.load_state_dict(copy.deepcopy(quantizer.state_dict()), assign=how == "assign")
     return other
-
-
-def options_of(quantizer: LSQ) -> dict[str, Any]:
-    return {name: getattr(quantizer, name) for name in ("bits", "symmetric", "axis", "group")}
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "load", "assign"])

@@ -16,15 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import each_device, no_host_sync, on_ranks, seeded, worlds
 from ranks import RankPool
+from test_lsq import normal
 from thinwire import qat
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 Group = dist.ProcessGroup
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed))
 
 
 class Net(nn.Module):

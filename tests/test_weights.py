@@ -121,7 +121,8 @@ def test_an_untied_worker_gets_tied_weights_twice() -> None:
 
 def test_publishers_of_some_names_and_other_models() -> None:
     trainer = net()
-    update = WeightPublisher(DistributedDataParallelLike(trainer), names=["turned"]).publish()
+    named = nn.ModuleDict({"_orig_mod": trainer})  # as by torch.compile
+    update = WeightPublisher(named, names=["turned"]).publish()
     with torch.inference_mode():
         found = {"turned": torch.empty(7, 24)}
     WeightSubscriber(found).apply(update)
@@ -145,14 +146,6 @@ def test_publishers_of_some_names_and_other_models() -> None:
         WeightPublisher(trainer, dtype=torch.int8)
     with pytest.raises(CollectiveError, match="got list"):
         WeightPublisher([trainer]).publish()  # type: ignore[arg-type]
-
-
-class DistributedDataParallelLike(nn.Module):
-    """What torch.compile makes of a model, as far as names go."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = model
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
