@@ -1,5 +1,6 @@
 """DDP models for the tests: one whose gradients are what it is called with, one that learns, and what ranks compare."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,14 @@ def residuals(handle: "thinwire.DDPHandle", shapes: Shapes = SHAPES) -> Tensor:
 def gradients_saved(stats: "thinwire.Stats", numel: int, world: int = 2) -> float:
     """The share of the gradients' bytes that FSDP2 did not send, where it gathers weights as they are."""
     return stats.bytes_saved / (stats.steps * 4 * numel * (world - 1) / world)
+
+
+def through_file(value: Any, *, weights_only: bool = True) -> Any:
+    """Saved and loaded, with nothing but plain data in the file unless that is allowed."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def same_everywhere(group: Group, *tensors: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """qat.convert: integers in place of floats, bit for bit; what they take, how they are saved, what is refused."""
 
 import copy
-import io
 import sys
 import weakref
 from functools import partial
@@ -13,6 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from cases import assert_same, generated, seeded
+from replicas import through_file
 from test_prepare import Net, net, tokens
 from thinwire import qat
 from thinwire.qat.codes import IntegerWeight, unpack
@@ -190,15 +190,14 @@ def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> N
 
 
 def test_a_state_dict_goes_round() -> None:
-    converted, file = qat.convert(prepared()), io.BytesIO()
-    torch.save(converted.state_dict(), file)
-    file.seek(0)
+    converted = qat.convert(prepared())
+    saved = through_file(converted.state_dict())
     torch.manual_seed(5)
     other = qat.prepare(Net())
     qat.calibrate(other, [tokens(1, 2)])
     other = qat.convert(other)
     assert not torch.equal(other(tokens()), converted(tokens()))
-    other.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    other.load_state_dict(saved, strict=True)
     with torch.device("meta"):
         skeleton = qat.convert(qat.prepare(Net())).eval()
     skeleton.load_state_dict(converted.state_dict(), strict=True, assign=True)

@@ -77,15 +77,6 @@ class Training:
         self.handle.load_state_dict(state["thinwire"])
 
 
-def through_files(state: State) -> State:
-    """Saved and loaded, with nothing but plain data in the file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: State = torch.load(file, weights_only=True)
-    return loaded
-
-
 def interrupted(group: Group, runs: Sequence[Run], how: str) -> list[tuple[str, str, bool]]:
     """Digests of parameters with and without an interruption, and whether ranks are alike."""
     found = []
@@ -95,7 +86,7 @@ def interrupted(group: Group, runs: Sequence[Run], how: str) -> list[tuple[str, 
         first.go(range(run.split))
         state = first.save()
         if how == "files":
-            state = through_files(state)
+            state = replicas.through_file(state)
         with shared_folder(group) if how == "dcp" else contextlib.nullcontext("") as folder:
             if how == "dcp":
                 dcp.save({"thinwire": state["thinwire"]}, checkpoint_id=folder)
@@ -196,7 +187,7 @@ def test_gradients_are_gathered_from_whatever_buckets_ddp_has(group: Group) -> N
     run = Run({**CLASSIC, "exempt": ["d"]}, 3)
     first = Training(group, run)
     first.go(range(3))
-    state, gradients = through_files(first.save()), draw(group.rank(), 3)
+    state, gradients = replicas.through_file(first.save()), draw(group.rank(), 3)
     want = flat(backward(first.model, gradients))
     for i, cap in enumerate((0.01, 9.0, 20.0, 1024.0)):
         option = ("find_unused_parameters", "gradient_as_bucket_view")[(i + group.size()) % 2]
@@ -214,7 +205,7 @@ def test_what_auto_chose_is_not_measured_again(group: Group) -> str:
             if round_:
                 training.load(state)
             training.go(range(steps * round_, steps * round_ + steps))
-        state = through_files(training.save())
+        state = replicas.through_file(training.save())
         printed.append(out.getvalue())
     chosen = training.handle.stats().chosen
     assert group.rank() or chosen in printed[0]

@@ -1,6 +1,5 @@
 """compress_fsdp(weights="exact"): the bits of plain FSDP2 whatever changed, and the bytes that really travel."""
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cases import digest, thorough, worlds
 from ranks import RankPool
-from replicas import Group, mesh_of, message_of
+from replicas import Group, mesh_of, message_of, through_file
 from rowed import rowed
 from thinwire import FSDPState, compress_fsdp
 from thinwire.collectives import traffic
@@ -309,10 +308,7 @@ def resumed(group: Group) -> bool:
         for step in range(3):
             run.step(step)
         if interrupted:
-            buffer = io.BytesIO()
-            torch.save([model.state_dict(), handle.state_dict()], buffer)
-            buffer.seek(0)
-            saved = torch.load(buffer, weights_only=False)
+            saved = through_file([model.state_dict(), handle.state_dict()], weights_only=False)
             kept, seen = run.kept, model.seen
             model = shard(mesh_of(group.size()), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
             handle = compress_fsdp(model, "none", "exact")

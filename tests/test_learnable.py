@@ -1,11 +1,11 @@
 """LearnableFakeQuantize: torch's private class where that is right, the op of thinwire where it is not."""
 
 import copy
-import io
 import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync, on_ranks, over, thorough
 from ranks import RankPool
+from replicas import through_file
 from thinwire.qat import LearnableFakeQuantize, fake_quantize, ops
 
 EPS = torch.finfo(torch.float32).eps
@@ -514,14 +515,10 @@ def test_casts_of_the_whole_module(observer: Any, dtype: torch.dtype) -> None:
     assert quantizer.double().half().scale.dtype == torch.float32
 
 
-def saved(quantizer: LearnableFakeQuantize) -> Any:
-    file = io.BytesIO()
-    torch.save(quantizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+SAVED = partial(through_file, weights_only=False)
 
 
-@over("copied", [copy.deepcopy, lambda quantizer: pickle.loads(pickle.dumps(quantizer)), saved])
+@over("copied", [copy.deepcopy, lambda quantizer: pickle.loads(pickle.dumps(quantizer)), SAVED])
 def test_copies_are_equal_and_apart(copied: Callable[[LearnableFakeQuantize], Any]) -> None:
     quantizer, x = LearnableFakeQuantize(PerChannelMinMaxObserver, gradient="lsq"), torch.randn(3, 4)
     quantizer(x)
