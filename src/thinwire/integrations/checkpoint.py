@@ -13,7 +13,7 @@ import json
 import os
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,16 +78,12 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
-def gather(own: State, group: dist.ProcessGroup) -> State:
+def gather(own: State, group: dist.ProcessGroup | None, key: Callable[[int], str] = str) -> State:
     """One state of all ranks, on the first rank; an empty one on the others."""
-    rank = str(group.rank())
-    found, errors = gather_parts(own["ranks"][rank], group, own["errors"][rank])
-    return {**own, "ranks": by_rank(found), "errors": by_rank(errors)} if found else {}
-
-
-def by_rank(found: Iterable[Any], key: Callable[[int], str] = str) -> dict[str, Any]:
-    """What was gathered from all ranks, by their keys in a state."""
-    return {key(rank): part for rank, part in enumerate(found)}
+    (residuals,), (lost,) = own["ranks"].values(), own["errors"].values()
+    found, errors = gather_parts(residuals, group, lost)
+    ranks = {key(rank): part for rank, part in enumerate(found)}
+    return {**own, "ranks": ranks, "errors": dict(zip(ranks, errors, strict=True))} if found else {}
 
 
 def gather_parts(

@@ -111,23 +111,18 @@ class ShardLayout:
             raise CollectiveError(
                 "gather=True does not support tensor parallelism: save state_dict() with torch.distributed.checkpoint"
             )
-        key = self._key(self._rank)
-        residuals, errors = own["ranks"][key], own["errors"][key]
-        whole = {kind: self._whole(own[kind]) for kind in ("mean", "replica")}
+        state = {**own, **{kind: self._whole(own[kind]) for kind in ("mean", "replica")}, "gathered": True}
         if self._replicated:
-            residuals = self._whole(residuals)
-            _, lost = checkpoint.gather_parts({}, self._shards, errors)
+            key = self._key(self._rank)
+            residuals = self._whole(own["ranks"][key])
+            _, lost = checkpoint.gather_parts({}, self._shards, own["errors"][key])
             if not lost:
                 return {}
             total = Counter[str]()
             for row in lost:
                 total.update(dict(row))
-            errors = [list(pair) for pair in sorted(total.items())]
-        found, lost = checkpoint.gather_parts(residuals, self._replicas or self._shards, errors)
-        if not found:
-            return {}
-        ranks, errors = checkpoint.by_rank(found, self._key), checkpoint.by_rank(lost, self._key)
-        return {**own, **whole, "gathered": True, "ranks": ranks, "errors": errors}
+            state |= {"ranks": {key: residuals}, "errors": {key: [list(pair) for pair in sorted(total.items())]}}
+        return checkpoint.gather(state, self._replicas or self._shards, self._key)
 
     def _whole(self, parts: Parts) -> dict[str, Tensor]:
         """Sharded tensors as whole ones, on the first rank of the shards."""
