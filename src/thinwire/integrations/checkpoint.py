@@ -306,25 +306,24 @@ class Restorer:
         for names in sent:
             shapes, views = zip(*(held[name] for name in names), strict=True)
             buffer = torch.cat(views)
-            under_way.append(
-                self._average(GradientSet(names, shapes, buffer), buffer).then(functools.partial(_put, views))
-            )
-        torch.futures.collect_all(under_way).add_done_callback(functools.partial(_finish, awaiting))
+            mean = self._average(GradientSet(names, shapes, buffer), buffer)
+            under_way.append(mean.then(functools.partial(put_back, views)))
+        arrived = torch.futures.collect_all(under_way)  # `wait` below: on a GPU this stream waits for theirs
+        arrived.add_done_callback(lambda done: settle(awaiting, lambda: [message.wait() for message in done.value()]))
         return [*(names for names in passed if names in wanted), *sent]
 
 
-def _put(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
+def put_back(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
     """The mean goes back to where the gradients came from. A GPU's future waits for what it returns."""
     mean = done.value()
     torch._foreach_copy_(views, mean.split([view.numel() for view in views]))
     return mean
 
 
-def _finish(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], done: "Future[list[Future[Tensor]]]") -> None:
-    """All held gradients are averaged, so DDP's buckets of them are done."""
+def settle(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], finish: Callable[[], object]) -> None:
+    """Finish buckets that DDP waits for; if that fails, whoever waits for them gets the error."""
     try:
-        for message in done.value():
-            message.wait()  # on a GPU this stream waits for theirs
+        finish()
     except Exception as error:
         for _, future, _ in awaiting:
             future.set_exception(error)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import done_future, new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.checkpoint import Restorer
+from thinwire.integrations.checkpoint import Restorer, put_back, settle
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import (
     CodecChoice,
@@ -124,7 +124,8 @@ class DDPState(Handle):
         """Average a bucket, together with those that are held, or hold it. See [Note: Joined buckets]."""
         most = 0 if self.closed else self._joined_bytes
         fits = buffer.nbytes < most
-        if self._held and not (fits and _alike(self._held[0][1], buffer)):
+        like = self._held[0][1] if self._held else buffer
+        if self._held and not (fits and (like.dtype, like.device) == (buffer.dtype, buffer.device)):
             self._send_held()
         if not fits or (last and not self._held):
             return self._average(parameters, buffer)
@@ -138,7 +139,8 @@ class DDPState(Handle):
         """Average the buckets that are held in one message."""
         (parameters, buffers, futures), self._held = zip(*self._held, strict=True), []
         mean = self._average([*itertools.chain(*parameters)], torch.cat(buffers))
-        mean.add_done_callback(functools.partial(_put_back, [*buffers], futures))
+        awaiting = [(buffer, future, None) for buffer, future in zip(buffers, futures, strict=True)]
+        mean.add_done_callback(lambda done: settle(awaiting, lambda: put_back(buffers, done)))
 
     def _average(self, parameters: Sequence[Tensor], buffer: Tensor) -> "Future[Tensor]":
         """Start to average gradients that lie in a buffer; the future holds it."""
@@ -289,24 +291,6 @@ class DDPState(Handle):
 
 
 DDPHandle = DDPState
-
-
-def _alike(held: Tensor, buffer: Tensor) -> bool:
-    """Whether two buckets fit into one buffer."""
-    return held.dtype == buffer.dtype and held.device == buffer.device
-
-
-def _put_back(buffers: list[Tensor], futures: "Sequence[Future[Tensor]]", done: "Future[Tensor]") -> None:
-    """Copy the mean of joined buckets to each of them."""
-    try:
-        mean = done.value()
-        torch._foreach_copy_(buffers, mean.split([buffer.numel() for buffer in buffers]))
-    except Exception as error:
-        for future in futures:
-            future.set_exception(error)  # type: ignore[arg-type]
-    else:
-        for buffer, future in zip(buffers, futures, strict=True):
-            future.set_result(buffer)
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
