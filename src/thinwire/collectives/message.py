@@ -25,7 +25,6 @@ from thinwire.collectives.work import Work
 from thinwire.feedback import Carry
 from thinwire.kernels.rows import Bad, Watch
 
-ALGORITHMS = ("auto", "one_shot", "two_phase")
 _MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
 
 

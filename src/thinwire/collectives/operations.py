@@ -124,7 +124,8 @@ class ReduceScatter(Operation):
         sizes = [self._lanes[at].codec.wire_bytes(spans[at].numel, self._lanes[at].dtype) for at in some]
         stride = sum(sizes) + self._note
         sent_WN, received_WN = (scratch.take(link.world * stride).view(link.world, stride) for _ in range(2))
-        sent_LWN, received_LWN = columns(sent_WN, sizes), columns(received_WN, sizes)
+        *sent_LWN, _ = sent_WN.split([*sizes, self._note], 1)
+        *received_LWN, _ = received_WN.split([*sizes, self._note], 1)
         parts = [
             _LaneRows(self._lanes[at], spans[at], Key(self._step, index, at).mixed(), link, stride, self._scale)
             for at in some
@@ -198,12 +199,6 @@ def _known(fine: Tensor) -> Fine:
     return bool(fine) if fine.is_cpu else fine
 
 
-def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The lanes' parts of rows of wires."""
-    edges = [0, *itertools.accumulate(sizes)]
-    return [wires_WN[..., begin:end] for begin, end in itertools.pairwise(edges)]
-
-
 class AllGather(Operation):
     """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
@@ -225,7 +220,7 @@ class AllGather(Operation):
         sized = zip(self._lanes, parts_LW, strict=True)
         sizes_WL = list(zip(*[wire_sizes(n.codec, parts, n.flat.dtype) for n, parts in sized], strict=True))
         wires = [scratch.take(sum(sizes)) for sizes in sizes_WL]
-        wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
+        wires_WL = [wire.split(sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
         for at, (lane, _) in enumerate(pairs):
             part = parts_LW[at][link.rank]
             if part.numel:

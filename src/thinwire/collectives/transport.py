@@ -122,6 +122,7 @@ class Transport:
     all_gather: Callable[..., Moving | None]  # (whole, own, used_R, tag): row r = rank r's own, perhaps in place
     broadcast: Callable[..., None]  # on a stream only, (whole, whole, source): all = the source's
     exchange_rows: Callable[..., None]  # on a stream only: all_to_all of rows of any lengths, in bytes
+    settle: Callable[[], None]  # on a stream only: the host waits for the current one's messages; raises LostRankError
 
     def __init__(self, group: dist.ProcessGroup, sequences: Iterator[int], device: torch.device) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
@@ -180,9 +181,6 @@ class Transport:
         """The messages that bring every rank's row to all."""
         sends = [(rank, rows[self.rank]) for rank in self.others if rows[self.rank].numel()]
         return sends, [(rank, rows[rank]) for rank in self.others if rows[rank].numel()]
-
-    def settle(self) -> None:
-        """Make the host wait for the messages that the current stream has. Raises LostRankError."""
 
     def count(self, sends: Messages, receives: Messages) -> None:
         """Add wires to what this rank has sent and received."""

@@ -246,17 +246,12 @@ class NonfiniteGuard:
 
     def begin(self) -> None:
         """Start a step."""
-        self._names: list[str] = []  # of parameters, in the order of the backward pass
+        self.names: list[str] = []  # of parameters with gradients in this step, in the order of the backward pass
         self._fine: list[Tensor] = []  # which of them have finite gradients on this rank
-
-    @property
-    def looked(self) -> bool:
-        """Whether this step has had gradients."""
-        return bool(self._names)
 
     def look(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Note which of this rank's gradients, all of one dtype, are finite before they are averaged."""
-        self._names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
+        self.names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
         self._fine.append(which_are_finite(gradients))
 
     def compare(self, step: int, groups: Sequence[dist.ProcessGroup], spoiled: bool, device: torch.device) -> None:
@@ -278,7 +273,7 @@ class NonfiniteGuard:
     def check(self, least: int, world: int, step: int) -> None:
         """Raise if the smallest code of all ranks says that something is not finite."""
         first, rank = divmod(least, world)
-        names = self._names
+        names = self.names
         self.begin()
         if first > len(names):
             return

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from thinwire.codecs import ByName, Cast, Codec, Identity, codec, registry
 from thinwire.codecs.checks import is_int
 from thinwire.collectives.checks import check_algorithm, check_recodes
-from thinwire.collectives.message import ALGORITHMS, Nodes
+from thinwire.collectives.message import Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
 from thinwire.integrations.models import bare_optimizer
@@ -199,7 +199,7 @@ class DDPOptions:
                 "feedback='ef21' adds up what was sent, exactly: residual_dtype must be float32, got "
                 f"{self.residual_dtype}"
             )
-        check_algorithm(self.algorithm, ALGORITHMS)
+        check_algorithm(self.algorithm, get_args(Algorithm))
         if self.weigh == "moments" and self.feedback in KINDS:
             raise CodecError(
                 f"weigh='moments' excludes feedback, which would be remembered in changing units, got "
@@ -330,7 +330,7 @@ def codec_of_weights(weights: CodecLike) -> Weights:
 
 def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
     """Raise for keywords that are not options of a function."""
-    known = [name for name in _parameters(DDPOptions) if name in keywords.__optional_keys__]
+    known = _options_in(keywords)
     for name in given:
         if name not in known:
             raise TypeError(f"{function}() has no option {name!r}; apart from the codec it takes {', '.join(known)}")
@@ -338,16 +338,18 @@ def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
 
 def spelled_out(function: Function) -> Function:
     """`function` with its `**options` written out for help() and inspect, defaults included."""
-    *first, rest = _parameters(function).values()
-    (keywords,) = get_args(rest.annotation)
-    options = [p for name, p in _parameters(DDPOptions).items() if name in keywords.__optional_keys__]
     signature = inspect.signature(function)
+    *first, rest = signature.parameters.values()
+    (keywords,) = get_args(rest.annotation)
+    options = _options_in(keywords).values()
     function.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return function
 
 
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
+def _options_in(keywords: Any) -> dict[str, inspect.Parameter]:
+    """The fields of DDPOptions that a TypedDict has, too."""
+    known = inspect.signature(DDPOptions).parameters
+    return {name: parameter for name, parameter in known.items() if name in keywords.__optional_keys__}
 
 
 def _listed(given: Any) -> Sequence[Any]:

@@ -140,7 +140,7 @@ class FSDPState(Handle):
 
     def _check_finite(self, guard: NonfiniteGuard) -> None:
         """Raise on all ranks if this backward pass gave any of them NaN or Inf; once per pass."""
-        if not guard.looked:
+        if not guard.names:
             return
         held = [parameter for group in self._groups for parameter in group.parameters()]
         means = [p.gradient for p in held if p.gradient is not None and p.gradient.numel()]

@@ -204,9 +204,9 @@ class Gatherer:
         self._group = group
         self._parameters = group.parameters()
         self.name = self._parameters[0].name  # in checkpoints
-        self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
-        numels = [parameter.numel for parameter in self._parameters]
-        self._pieces = [self._width] if group.device.type == "cuda" else _pieces(numels)
+        self._numels = [parameter.numel for parameter in self._parameters]
+        self._width = sum(self._numels)  # of a row
+        self._pieces = [self._width] if group.device.type == "cuda" else _pieces(self._numels)
         self._codec = codec
         self._rules = rules
         self._tally = tally
@@ -219,7 +219,7 @@ class Gatherer:
     @functools.cached_property
     def _padding(self) -> Tensor:
         """The indices of this rank's row that belong to no parameter."""
-        ends = itertools.accumulate(parameter.numel for parameter in self._parameters)
+        ends = itertools.accumulate(self._numels)
         spans = [torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, self._parameters, strict=True)]
         return torch.cat(spans).to(self._group.device)
 
@@ -290,8 +290,8 @@ class Gatherer:
         if self.copy.tensor is not None:
             rank = 0 if self._group.shards is None else self._group.shards.rank()
             row = self.copy.tensor.view(-1, self._width)[rank].float()
-        parts = row.split([parameter.numel for parameter in self._parameters])
-        return {p.name: p.shard(part) for p, part in zip(self._parameters, parts, strict=True)}
+        parts = zip(self._parameters, row.split(self._numels), strict=True)
+        return {parameter.name: parameter.shard(part) for parameter, part in parts}
 
     def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
         """Load shards of a copy, which the next gather completes; start without a copy if some are missing."""
