@@ -136,10 +136,6 @@ class Scratch:
         self._at += aligned(nbytes)
         return part
 
-    def part(self, begin: int, nbytes: int) -> "Scratch":
-        """A part of it, to be handed out from its own beginning."""
-        return Scratch(self._buffer[begin : begin + nbytes])
-
     def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.take(numel * dtype.itemsize).view(dtype)
 

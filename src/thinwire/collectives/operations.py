@@ -83,11 +83,11 @@ class AllReduce(Operation):
     def _all_in_step(self, scratch: Scratch) -> Stages:
         """All chunks. See [Note: In step]."""
         under_way: list[tuple[Stages, Moving]] = []  # the youngest first
+        slots = [scratch.take(self._each) for _ in range(self._slots)]
         for place in itertools.count():
             begun = []
             if place < self._program.count:
-                begin = place % self._slots * self._each
-                stages = self._sum(place, scratch.part(begin, self._each))
+                stages = self._sum(place, Scratch(slots[place % self._slots]))
                 begun = [(stages, next(stages))]
             elif not under_way:
                 return

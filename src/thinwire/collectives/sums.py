@@ -224,11 +224,10 @@ class NodesChunk(SumChunk):
         self._outer: SumChunk | None = None
         self._own_bytes = self.nbytes = self.nbytes + _nbytes(self.floats)
         phases = 1 + (fewest_roundings(across.world) == "two_phase")
-        self._outer_specs = [lanes[i].outer(numel) for i, numel in numels.items()]
-        self._outer_specs = [spec._replace(dtype=spec.encoded) for spec in self._outer_specs]
+        totals = [lanes[i].outer(numel) for i, numel in numels.items()]
+        self._outer_specs = [total._replace(dtype=total.encoded) for total in totals]
         if numels and across.world > 1:
-            specs = self._outer_specs
-            self._outer = SumChunk(across, specs, scale, two_phase=phases == 2, fused=fused)
+            self._outer = SumChunk(across, self._outer_specs, scale, two_phase=phases == 2, fused=fused)
             self.nbytes += self._outer.nbytes
         self._outer_waits = phases if across.world > 1 else 0  # whether the own shards hold anything or not
 
