@@ -57,14 +57,10 @@ class _Fragment:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = tuple(name for name, _ in named)
         self.parameters = [parameter for _, parameter in named]
-        self.shapes = [tensor.shape for tensor in self.local()]
+        self.shapes = [_local(p).shape for p in self.parameters]
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         self.values = self.flat()  # of the outer copies, one after the other
         self.outer = [nn.Parameter(values) for values in self.split(self.values)]
-
-    def local(self) -> list[Tensor]:
-        """This rank's parameters; of a sharded one, its shard."""
-        return [_local(p) for p in self.parameters]
 
     def is_unchanged(self, at: int) -> bool:
         """Whether a parameter on this rank still equals its outer copy."""
@@ -74,12 +70,12 @@ class _Fragment:
     @torch.no_grad()
     def put(self, buffer: Tensor) -> None:
         """Set this rank's parameters."""
-        for tensor, values in zip(self.local(), self.split(buffer), strict=True):
-            tensor.copy_(values)
+        for parameter, values in zip(self.parameters, self.split(buffer), strict=True):
+            _local(parameter).copy_(values)
 
     def flat(self) -> Tensor:
         """A copy of this rank's parameters, one after the other."""
-        return torch.cat([tensor.detach().to(self._dtype).reshape(-1) for tensor in self.local()])
+        return torch.cat([_local(p).detach().to(self._dtype).reshape(-1) for p in self.parameters])
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([shape.numel() for shape in self.shapes])
@@ -255,10 +251,9 @@ class DiLoCo(Handle):
                 )
         self.steps += 1
         self._apply(self.steps)
-        count = len(self._fragments)
-        due = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
-        for index in due:
-            part = self._fragments[index]
+        for index, part in enumerate(self._fragments):
+            if self.steps % self.every != index * self.every // len(self._fragments):
+                continue
             for at, trained in enumerate(part.parameters):
                 if not trained.requires_grad and part.is_unchanged(at):  # frozen before the last round, on all ranks
                     raise CollectiveError(

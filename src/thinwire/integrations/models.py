@@ -87,7 +87,7 @@ class ParameterNames:
 
 def find_ddp(given: object) -> DistributedDataParallel:
     """The only DDP model in `given`; raises an error that says what it is instead."""
-    found: list[DistributedDataParallel] = _modules(given, DistributedDataParallel)
+    found: list[DistributedDataParallel] = modules_in(given, DistributedDataParallel)
     if not found:
         raise CollectiveError(f"expected a torch.nn.parallel.DistributedDataParallel, got {describe(given)}")
     if len(found) > 1:
@@ -103,11 +103,11 @@ def describe(given: object) -> str:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, for an error only
 
     name = type(given).__name__
-    if _modules(given, DistributedDataParallel):
+    if modules_in(given, DistributedDataParallel):
         return f"{name}, a DistributedDataParallel model: call thinwire.compress_ddp"
-    if _modules(given, FSDPModule):
+    if modules_in(given, FSDPModule):
         return f"{name}, which FSDP2 shards: call thinwire.compress_fsdp"
-    if _modules(given, FullyShardedDataParallel):
+    if modules_in(given, FullyShardedDataParallel):
         return f"{name}, which FSDP1 shards: shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
     if any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(given).__mro__):
         return f"{name}, which replicate() was called on: wrap the model in DistributedDataParallel instead"
@@ -120,7 +120,8 @@ def describe(given: object) -> str:
     )
 
 
-def _modules(given: object, kind: Any) -> list[Any]:
+def modules_in(given: object, kind: Any) -> list[Any]:
+    """The modules of a class in a model; none in anything else."""
     return [module for module in given.modules() if isinstance(module, kind)] if isinstance(given, nn.Module) else []
 
 

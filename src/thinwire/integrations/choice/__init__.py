@@ -178,7 +178,7 @@ class Chooser:
         last = self.policy
         if errors and last.budget is not None and (last.widths is None or (step - 1) % last.options.replan_every == 0):
             self._deal_bits(errors, last.budget, agree)
-        news = self._agree_on_family(step, agree) if self.moments.watching and step > 0 else ""
+        news = self._agree_on_family(step, agree) if self.moments.watching is not None and step > 0 else ""
         if step > 0 and self.policy.weighs:
             self.moments.look(self._names.tensors(), agree)
             given_up = self.moments.settled and not self.moments.shared

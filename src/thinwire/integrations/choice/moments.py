@@ -41,23 +41,18 @@ class Moments:
         self.uneven = False  # whether ranks may have taken different numbers of steps, so that moments differ
         self.seen: dict[str, str] = {}  # families of optimizers that stepped on this rank, by parameter
         self._tried = 0
-        self._stop: Callable[[], object] | None = None
+        self.watching: Callable[[], object] | None = None  # while optimizers are noted: what ends that
 
     def watch(self, names: ParameterNames) -> None:
         """Note which optimizers step the named parameters from now on."""
         handle = register_optimizer_step_pre_hook(functools.partial(_stepped, weakref.ref(self), names))
-        self._stop = weakref.finalize(self, handle.remove)
-
-    @property
-    def watching(self) -> bool:
-        """Whether optimizers are being noted."""
-        return self._stop is not None
+        self.watching = weakref.finalize(self, handle.remove)
 
     def stop(self) -> None:
         """Stop noting them."""
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
+        if self.watching is not None:
+            self.watching()
+            self.watching = None
 
     def saw(self, optimizer: Optimizer) -> None:
         """Record an optimizer that may keep moments."""

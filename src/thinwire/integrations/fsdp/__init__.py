@@ -46,7 +46,7 @@ from thinwire.integrations.fsdp.torch_internals import (
     groups_of,
     watch_reductions,
 )
-from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe
+from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe, modules_in
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
 
@@ -60,8 +60,9 @@ class FSDPState(Handle):
         super().__init__()
         self.weights = weights
         self._groups = list(groups)
-        names = _names_of(groups)
-        options.rules.check_names([parameter.name for group in groups for parameter in group.parameters()])
+        self._parameters = [parameter for group in groups for parameter in group.parameters()]
+        names = _names_of(self._parameters)
+        options.rules.check_names([parameter.name for parameter in self._parameters])
         self._chooser = Chooser(options, names)
         replicated = any(group.is_replicated for group in groups)
         self._sync = self._shards = ShardSync(self._chooser, timed=replicated)  # over replicas, if there are any
@@ -130,7 +131,7 @@ class FSDPState(Handle):
     def _check_meshes(self) -> None:
         """Raise unless all ranks look at the same parameters."""
         meshes = {(group.shards, group.replicas) for group in self._groups}
-        sharing = any(parameter.in_tensor_parallel for group in self._groups for parameter in group.parameters())
+        sharing = any(parameter.in_tensor_parallel for parameter in self._parameters)
         if len(meshes) > 1 or sharing:
             why = "tensor parallelism" if sharing else "parameter groups on different meshes"
             raise CollectiveError(
@@ -142,8 +143,7 @@ class FSDPState(Handle):
         """Raise on all ranks if this backward pass gave any of them NaN or Inf; once per pass."""
         if not guard.names:
             return
-        held = [parameter for group in self._groups for parameter in group.parameters()]
-        means = [p.gradient for p in held if p.gradient is not None and p.gradient.numel()]
+        means = [p.gradient for p in self._parameters if p.gradient is not None and p.gradient.numel()]
         device = self._groups[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # FSDP2 reduces on its own streams, and may not have waited for them
@@ -223,9 +223,8 @@ class FSDPState(Handle):
         self._gatherers.clear()
 
 
-def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
+def _names_of(parameters: Sequence[ShardedParameter]) -> ParameterNames:
     """The names of parameters, also after their tensors are replaced, as those on the meta device are."""
-    parameters = [parameter for group in groups for parameter in group.parameters()]
     names = ParameterNames(lambda tensor: next((p.name for p in parameters if p.source.sharded_param is tensor), None))
     for parameter in parameters:
         held = parameter.source.sharded_param
@@ -313,12 +312,11 @@ def compress_wrapped(
 
     For errors about options of the other function: what was `found`, and how to get a model in `ddp` or `fsdp`.
     """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     for compress, kind, others, wanted in (
         (compress_ddp, DistributedDataParallel, ("weights", "replica"), fsdp),
         (compress_fsdp, FSDPModule, ("weigh", "algorithm", "mesh"), ddp),
     ):
-        if any(isinstance(module, kind) for module in modules):
+        if modules_in(model, kind):
             if named := " and ".join(f"{name}=" for name in others if name in options):
                 raise CollectiveError(f"{named} requires {wanted}; got {found}: leave {named} out")
             handle: DDPState | FSDPState = compress(model, codec, **options)

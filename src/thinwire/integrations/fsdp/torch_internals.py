@@ -294,7 +294,6 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
 
 def check_whole(model: nn.Module) -> None:
     """Raise if fully_shard has made parameter groups since compress_fsdp looked for them."""
-    comms = [(group.name, group._group._reduce_scatter_comm) for group in groups_of(model)]
-    late = [name for name, comm in comms if not isinstance(comm, CompressedComm)]
+    late = [g.name for g in groups_of(model) if not isinstance(g._group._reduce_scatter_comm, CompressedComm)]
     if late:
         raise CollectiveError(f"call compress_fsdp last: fully_shard was called on {', '.join(late)} after it")
