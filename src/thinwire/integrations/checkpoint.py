@@ -45,9 +45,8 @@ def export(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGro
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
     dtype = memories.residuals.dtype
     common = common_of(sync, group.rank(), group.size(), world, lambda held: _complete(held, remembered, dtype))
-    means = memories.means.read() if world is None else {}
-    own = {"step": step, "layout": [list(names) for names in layout], "mean": _complete(means, meant, torch.float32)}
-    return {**common, **own}
+    mean = _complete(memories.means.read() if world is None else {}, meant, torch.float32)
+    return {**common, "step": step, "layout": [list(names) for names in layout], "mean": mean}
 
 
 def common_of(
@@ -56,9 +55,9 @@ def common_of(
     ranks: int,
     world: int | None,
     saved: Callable[[ByName], ByName],
-    key: Callable[[int], str] = str,
+    column: str = "",
 ) -> State:
-    """The fields of all states. `saved`: what a state holds of what this rank remembers."""
+    """The fields of all states. `saved`: what a state holds of what this rank remembers; `column`: ends ranks' keys."""
     wanted = [rank] if world is None else range(rank, world, ranks)
     residuals = sync.memories.residuals.read() if world is None else {}
     errors = sorted(sync.tally.errors_by_name().items()) if world is None else []
@@ -67,8 +66,8 @@ def common_of(
         "world": ranks if world is None else world,
         "feedback": [[name, kind] for name, kind in sync.memories.kinds.items()],
         "decisions": sync.chooser.state_dict(),
-        "errors": {key(k): [list(pair) for pair in errors] for k in wanted},
-        "ranks": {key(k): saved(residuals) for k in wanted},
+        "errors": {f"{k}{column}": [list(pair) for pair in errors] for k in wanted},
+        "ranks": {f"{k}{column}": saved(residuals) for k in wanted},
     }
 
 
@@ -78,11 +77,11 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
-def gather(own: State, group: dist.ProcessGroup | None, key: Callable[[int], str] = str) -> State:
+def gather(own: State, group: dist.ProcessGroup | None, column: str = "") -> State:
     """One state of all ranks, on the first rank; an empty one on the others."""
     (residuals,), (lost,) = own["ranks"].values(), own["errors"].values()
     found, errors = gather_parts(residuals, group, lost)
-    ranks = {key(rank): part for rank, part in enumerate(found)}
+    ranks = {f"{rank}{column}": part for rank, part in enumerate(found)}
     return {**own, "ranks": ranks, "errors": dict(zip(ranks, errors, strict=True))} if found else {}
 
 
@@ -151,7 +150,6 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_nccl(group) else torch.device("cpu")
 
 
-_KIND = schema.one_of(*feedback.KINDS)
 _LOST = schema.field("a squared error", lambda v: (is_int(v) or isinstance(v, float)) and not v < 0)
 _DECISIONS = {
     "optimizer": schema.one_of("", *FAMILIES),
@@ -166,7 +164,7 @@ def common_rules(known: schema.Rule) -> dict[str, schema.Rule]:
     """The rules of the fields that all states have; `known` is that of a parameter's name."""
     return {
         "world": schema.RANKS,
-        "feedback": schema.pairs(schema.TEXT, _KIND),
+        "feedback": schema.pairs(schema.TEXT, schema.one_of(*feedback.KINDS)),
         "decisions": schema.fields(_DECISIONS),
         "errors": schema.each(schema.TEXT, lambda _: schema.pairs(known, _LOST)),  # which need not be finite
     }
@@ -177,24 +175,24 @@ def inherited(
     rank: int,
     world: int,
     advice: str,
-    key: Callable[[int], str] = str,
+    column: str = "",
     check: schema.Rule = lambda *_: None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What a rank remembers of these states (`feedback.deal`), and its errors if the world is as large as theirs."""
     old = states[0]["world"]
-    parts = {k: part for state in states for k, part in state["ranks"].items()}
+    keyed = {key: part for state in states for key, part in state["ranks"].items()}
+    parts = {k: keyed[key] for k in range(old) if (key := f"{k}{column}") in keyed}
     wanted = range(rank, old, world)
-    present = [k for k in range(old) if key(k) in parts]
-    if not set(wanted) <= set(present):
+    if not set(wanted) <= parts.keys():
         raise CollectiveError(
             f"load_state_dict: rank {rank} of {world} needs what ranks {reprlib.repr(list(wanted))} of {old} saved, "
-            f"got that of {reprlib.repr(present)}: {advice}"
+            f"got that of {reprlib.repr(list(parts))}: {advice}"
         )
     for k in wanted:
-        check(f"ranks[{key(k)}]", parts[key(k)])
-    residuals = feedback.deal({k: parts[key(k)] for k in wanted}, old, rank, world)
+        check(f"ranks[{k}{column}]", parts[k])
+    residuals = feedback.deal({k: parts[k] for k in wanted}, old, rank, world)
     errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
-    return residuals, errors.get(key(rank), {}) if old == world else {}
+    return residuals, errors.get(f"{rank}{column}", {}) if old == world else {}
 
 
 @schema.reading()

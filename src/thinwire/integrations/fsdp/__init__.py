@@ -64,9 +64,8 @@ class FSDPState(Handle):
         names = _names_of(self._parameters)
         options.rules.check_names([parameter.name for parameter in self._parameters])
         self._chooser = Chooser(options, names)
-        replicated = any(group.is_replicated for group in groups)
+        replicated = any(group.replicas is not None for group in groups)
         self._sync = self._shards = ShardSync(self._chooser, timed=replicated)  # over replicas, if there are any
-        self._syncs = {"shards": self._shards}
         if replicated:
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
@@ -75,7 +74,6 @@ class FSDPState(Handle):
             policy = {pattern: codec if isinstance(codec, Identity) else inside for pattern, codec in across.items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             self._shards = ShardSync(Chooser(fixed, ParameterNames()))
-            self._syncs = {"shards": self._shards, "replicas": self._sync}
         self._model: nn.Module | None = None  # until a step has shown that all of it is compressed
         self._expected: list[ShardedParameter] = []  # whose gradients are reduced next
         self._gatherers: list[Gatherer] = []
@@ -211,7 +209,7 @@ class FSDPState(Handle):
         self._layout().load(state)
 
     def _layout(self) -> checkpoint.ShardLayout:
-        return checkpoint.ShardLayout(self._groups, self._syncs, self._gatherers)
+        return checkpoint.ShardLayout(self._groups, self._shards, self._sync, self._gatherers)
 
     def close(self) -> None:
         """Return to plain FSDP2 and drop all residuals. `compress_fsdp` may be called again."""
@@ -273,7 +271,7 @@ def compress_fsdp(
     groups = groups_of(model) if isinstance(model, nn.Module) else []
     if not groups:
         raise CollectiveError(f"expected a model that fully_shard was called on, got {describe(model)}")
-    replicated = any(group.is_replicated for group in groups)
+    replicated = any(group.replicas is not None for group in groups)
     within = registry.codec(options.pop("inside", "bf16"))
     asked = DDPOptions(gradients, **options)
     if asked.feedback == "auto" and not replicated:

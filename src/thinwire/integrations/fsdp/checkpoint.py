@@ -32,15 +32,15 @@ Parts = Mapping[str, Tensor]
 class ShardLayout:
     """Which ranks remember what of one model, and the form in which a state holds it.
 
-    syncs: sums over "shards" and, if there are any, over "replicas"; memories are those of the last one.
+    shards: sums over shards. sync: the same or, if there are replicas, sums over these; memories are those of it.
     """
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], syncs: Mapping[str, ShardSync], gatherers: Sequence[Gatherer]
+        self, groups: Sequence[ParameterGroup], shards: ShardSync, sync: ShardSync, gatherers: Sequence[Gatherer]
     ) -> None:
-        self._syncs = syncs
-        self._replicated = "replicas" in syncs
-        self._sync = syncs["replicas" if self._replicated else "shards"]
+        self._sync = sync
+        self._replicated = sync is not shards
+        self._syncs = {"shards": shards, "replicas": sync} if self._replicated else {"shards": shards}
         self._gatherers = gatherers
         self._parameters = {p.name: p for group in groups for p in group.parameters()}
         members = [group.replicas if self._replicated else group.shards for group in groups]
@@ -56,9 +56,7 @@ class ShardLayout:
         self._rank = ranks.index(dist.get_rank())
         # With tensor parallelism, other groups of ranks remember other numbers under the same names.
         self._column = "" if self._replicated or ranks[0] == 0 else f"/{ranks[0]}"
-
-    def _key(self, rank: int) -> str:
-        return f"{rank}{self._column}"
+        self._key = f"{self._rank}{self._column}"  # of this rank
 
     def export(self, world: int | None = None) -> dict[str, Any]:
         """What this rank saves or, if `world` is given, zeros for what it needs of what `world` ranks saved."""
@@ -68,7 +66,7 @@ class ShardLayout:
         means = {name: torch.zeros(self._parameters[name].numel) for name in meant} | memories.means.read()
         saved = functools.partial(self._saved, remembered)
         return {
-            **checkpoint.common_of(self._sync, self._rank, self.world, world, saved, self._key),
+            **checkpoint.common_of(self._sync, self._rank, self.world, world, saved, self._column),
             "steps": {name: sync.step for name, sync in self._syncs.items()},
             "replicated": self._replicated,
             "mean": {name: self._parameters[name].shard(part) for name, part in means.items()},
@@ -113,16 +111,16 @@ class ShardLayout:
             )
         state = {**own, **{kind: self._whole(own[kind]) for kind in ("mean", "replica")}, "gathered": True}
         if self._replicated:
-            key = self._key(self._rank)
-            residuals = self._whole(own["ranks"][key])
-            _, lost = checkpoint.gather_parts({}, self._shards, own["errors"][key])
+            residuals = self._whole(own["ranks"][self._key])
+            _, lost = checkpoint.gather_parts({}, self._shards, own["errors"][self._key])
             if not lost:
                 return {}
             total = Counter[str]()
             for row in lost:
                 total.update(dict(row))
-            state |= {"ranks": {key: residuals}, "errors": {key: [list(pair) for pair in sorted(total.items())]}}
-        return checkpoint.gather(state, self._replicas or self._shards, self._key)
+            errors = [list(pair) for pair in sorted(total.items())]
+            state |= {"ranks": {self._key: residuals}, "errors": {self._key: errors}}
+        return checkpoint.gather(state, self._replicas or self._shards, self._column)
 
     def _whole(self, parts: Parts) -> dict[str, Tensor]:
         """Sharded tensors as whole ones, on the first rank of the shards."""
@@ -166,12 +164,12 @@ class ShardLayout:
                 "a list of states has a rank twice, or ranks that share a replica, which cannot be told apart in it: "
                 "pass this rank's own, or one of state_dict(gather=True)"
             )
-        mine = next((saved for saved in states if self._key(self._rank) in saved["ranks"]), head)
+        mine = next((saved for saved in states if self._key in saved["ranks"]), head)
         for name in ("mean", "replica"):  # of which every rank has its shard
             sharded(name, mine[name])
         whole = "one of state_dict(gather=True)" if self._replicated else "the states of all ranks as a list"
         advice = f"pass {whole}, or load with torch.distributed.checkpoint into blank_state_dict(world)"
-        residuals, errors = checkpoint.inherited(states, self._rank, self.world, advice, self._key, sharded)
+        residuals, errors = checkpoint.inherited(states, self._rank, self.world, advice, self._column, sharded)
         own = {name: lost for name, lost in errors.items() if name in self._sync.chooser.sizes}  # not of frozen ones
         if self._replicated and head.get("gathered") and self._shards is not None and self._shards.rank() > 0:
             own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all

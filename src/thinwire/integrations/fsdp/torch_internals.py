@@ -81,8 +81,7 @@ class ShardedParameter(NamedTuple):
         """This rank's part as a DTensor sharded like the parameter, or with `of_replica` over this replica alone."""
         local = part[: self.held].reshape(self.source.sharded_size).clone()
         if not of_replica:
-            found: DTensor = self.source.to_sharded_dtensor(local)
-            return found
+            return self.source.to_sharded_dtensor(local)  # type: ignore[no-any-return]
         mesh = self.source.mesh_info.mesh
         own = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
         stride = torch.empty(self.shape, device="meta").stride()
@@ -111,10 +110,9 @@ class ParameterGroup:
         self.name = names.get(id(group.modules[0]), "") or "the root"  # of the first module in it
         self.device: torch.device = group.device  # that it communicates from
         info = group.mesh_info
-        self.is_replicated = isinstance(info, DDPMeshInfo)  # whether gradients are summed over replicas, too
         # The ranks with the other shards of this replica, and those with the same shard; None without such a group.
-        self.shards: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
-        self.replicas: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
+        self.shards = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+        self.replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
         self.members = [group for group in (self.shards, self.replicas) if group is not None]
         self.ranks: dist.ProcessGroup | DeviceMesh = info.mesh if len(self.members) == 2 else self.members[0]
 
