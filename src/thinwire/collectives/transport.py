@@ -288,8 +288,7 @@ class PairTransport(Transport):
             to = (self.rank + hop) % self.world
             self._start([(to, most)], [((self.rank - hop) % self.world, received)], tag).wait()
             most = torch.maximum(most, received)
-        found: list[int] = most.tolist()
-        return found
+        return most.tolist()
 
     def share(self, row: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(row), dtype=torch.uint8)
@@ -412,8 +411,7 @@ class StreamTransport(Transport):
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._await(self.group.allreduce([most], options))
-        found: list[int] = most.tolist()
-        return found
+        return most.tolist()
 
     def share(self, row: bytes) -> list[bytes]:
         local = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
