@@ -27,7 +27,6 @@ from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import done_future, new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.checkpoint import Restorer, put_back, settle
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import (
     CodecChoice,
@@ -81,7 +80,7 @@ class DDPState(Handle):
         elif asked.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
         self._sync = GradientSync(self._chooser)
-        self._restorer = Restorer(self._sync.average)
+        self._restorer = checkpoint.Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
         # The models with this hook; None until they are searched for.
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
@@ -140,7 +139,7 @@ class DDPState(Handle):
         (parameters, buffers, futures), self._held = zip(*self._held, strict=True), []
         mean = self._average([*itertools.chain(*parameters)], torch.cat(buffers))
         awaiting = [(buffer, future, None) for buffer, future in zip(buffers, futures, strict=True)]
-        mean.add_done_callback(lambda done: settle(awaiting, lambda: put_back(buffers, done)))
+        mean.add_done_callback(lambda done: checkpoint.settle(awaiting, lambda: checkpoint.put_back(buffers, done)))
 
     def _average(self, parameters: Sequence[Tensor], buffer: Tensor) -> "Future[Tensor]":
         """Start to average gradients that lie in a buffer; the future holds it."""

@@ -33,19 +33,15 @@ from thinwire.log import announce_once
 if typing.TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-
-    def _package() -> str:
-        """The package of Lightning that the program imported, or else can import: it has two names."""
-        names = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-        imported = [module for module in names.values() if sys.modules.get(module)]
-        installed = [module for name, module in names.items() if find_spec(name) is not None]
-        if not imported + installed:
-            raise MissingPackageError(
-                "thinwire.integrations.lightning needs lightning, not installed here: pip install 'thinwire[lightning]'"
-            )
-        return (imported + installed)[0]
-
-    Callback = import_module(_package()).Callback
+    # The package that the program imported, or else can import: Lightning has two names.
+    _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+    _packages = [module for module in _NAMES.values() if sys.modules.get(module)]
+    _packages += [module for name, module in _NAMES.items() if find_spec(name) is not None]
+    if not _packages:
+        raise MissingPackageError(
+            "thinwire.integrations.lightning needs lightning, not installed here: pip install 'thinwire[lightning]'"
+        )
+    Callback = import_module(_packages[0]).Callback
 
 Handle = DDPState | FSDPState
 _FSDP2 = "ModelParallelStrategy, with fully_shard called in configure_model()"

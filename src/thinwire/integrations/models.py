@@ -5,7 +5,7 @@ Frameworks, torch.compile and Fabric wrap models and optimizers; names in rules 
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class ParameterNames:
         self.frozen: dict[str, ParameterSize] = {}  # of the model's other parameters: they may travel later
         self.frozen_travel = True  # whether DDP may pass gradients of those, too
         self.from_model = False  # whether any name was put here
-        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
 
     def take(self, model: nn.Module) -> None:
@@ -70,8 +70,7 @@ class ParameterNames:
         return {name: parameter for parameter, name in self._names.items() if name in self.sizes}
 
     def get(self, parameter: Tensor) -> str | None:
-        name: str | None = self._find(parameter) if self._find else self._names.get(parameter)
-        return name
+        return self._find(parameter) if self._find else self._names.get(parameter)
 
     def of(self, parameters: Sequence[Tensor]) -> tuple[Names, list[torch.Size]]:
         """Names and shapes of a bucket's parameters; cached, since DDP passes the same at every step."""
@@ -79,8 +78,7 @@ class ParameterNames:
         found = self._known.get(key)
         if found is None or found[0]() is not parameters[0]:
             # DDP passes the same parameters in the same order at the first step of every run.
-            numbered: Any = self._names.setdefault
-            names = tuple(self.get(p) or numbered(p, f"parameter {len(self._names)}") for p in parameters)
+            names = tuple(self.get(p) or self._names.setdefault(p, f"parameter {len(self._names)}") for p in parameters)
             found = self._known[key] = weakref.ref(parameters[0]), names, [p.shape for p in parameters]
         return found[1:]
 

@@ -22,7 +22,6 @@ from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.moments import Undo
-from thinwire.integrations.lanes import StreamedBucket
 from thinwire.integrations.models import PADDING, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, Stats, Tally
 from thinwire.log import announce
@@ -46,8 +45,7 @@ class GradientSet:
         """Every gradient."""
         sizes = self.numels or [shape.numel() for shape in self.shapes]
         factor = self.buffer.numel() // max(1, sum(sizes))  # 2 for complex parameters
-        found: Sequence[Tensor] = self.buffer.split([factor * size for size in sizes])
-        return found
+        return self.buffer.split([factor * size for size in sizes])  # type: ignore[no-any-return]
 
 
 def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size], weigh: Any = None) -> GradientSet:
@@ -177,7 +175,7 @@ class GradientSync:
         laid = [lane.spec for lane in found]
         message = SumMessage(laid, like, group=group, algorithm=self._options.algorithm, nodes=self._options.nodes)
         carries = [self.memories.carry(lane.spec.feedback, lane.pieces, like.device) for lane in found]
-        program = message.program and StreamedBucket(key, message, found, carries, self.tally)
+        program = message.program and lanes.StreamedBucket(key, message, found, carries, self.tally)
         return BucketPlan(found, sum(numels), plain_bytes, message, carries, program)
 
     def _hooks(self, plan: BucketPlan, device: torch.device, rows: int = 1) -> Hooks:

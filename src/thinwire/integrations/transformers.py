@@ -115,8 +115,7 @@ class TrainerCompress(TrainerCallback):  # type: ignore[misc]
         """Add rank 0's file to the checkpoint that the Trainer has just written."""
         if self.handle is None or self.handle.closed or args.save_only_model or state.is_hyper_param_search:
             return
-        saved = self.handle.state_dict(gather=True)
-        if saved:
+        if saved := self.handle.state_dict(gather=True):
             content = {"run": self._run, "step": state.global_step, "state": saved}
             checkpoint.write(_folder(args, state) / _FILE, content)
 

@@ -61,9 +61,7 @@ class Race:
 def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
     """The fastest candidate inside the budget, and a line that says why."""
     count = len(CANDIDATES)
-    seconds = result[:count]
-    errors = result[count : 2 * count]
-    lost = result[2 * count :]
+    seconds, errors, lost = (result[at : at + count] for at in range(0, len(result), count))
     best = 0
     for i in range(1, count):
         allowed = errors[i] <= error_budget and lost[i] <= MAY_LOSE

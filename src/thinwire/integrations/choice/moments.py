@@ -142,8 +142,7 @@ def _stepped(
     found: "weakref.ref[Moments]", names: ParameterNames, optimizer: Optimizer, args: object, kwargs: object
 ) -> None:
     moments = found()
-    stepped = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
-    mine = [name for name in stepped if name is not None]
+    mine = [name for group in optimizer.param_groups for p in group["params"] if (name := names.get(p)) is not None]
     if moments is None or not mine:
         return
     moments.saw(optimizer)

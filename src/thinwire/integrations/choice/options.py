@@ -248,8 +248,7 @@ class DDPOptions:
     @property
     def agreed(self) -> str:
         """What all ranks have to agree on, in one line: the codec, and whatever differs from the default."""
-        elsewhere = ("warmup_steps", "inside")  # in the schedule, and with the mesh
-        named = [field for field in fields(self) if field.name not in elsewhere]
+        named = [f for f in fields(self) if f.name not in ("warmup_steps", "inside")]  # in the schedule, with the mesh
         written = {field.name: found for field in named if (found := getattr(self, field.name)) != field.default}
         written["codec"] = self.asked
         if callable(self.exempt):

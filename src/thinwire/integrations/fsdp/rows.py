@@ -35,7 +35,6 @@ from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import EXACT, Rules, Weights
 from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
-from thinwire.integrations.lanes import can_pick
 from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
 from thinwire.integrations.sync import BucketPlan, GradientSync
@@ -54,16 +53,16 @@ class Columns:
     The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
     """
 
-    def __init__(self, lanes: Sequence[lanes.BucketLane], width: int, like: Tensor, message: RowMessage) -> None:
+    def __init__(self, laid: Sequence[lanes.BucketLane], width: int, like: Tensor, message: RowMessage) -> None:
         self.message = message
-        self._in_place = lanes[0].stretches == ((0, width),)
-        copied = lanes[int(self._in_place) :]  # a lane in place has all columns
+        self._in_place = laid[0].stretches == ((0, width),)
+        copied = laid[int(self._in_place) :]  # a lane in place has all columns
         spans = [[torch.arange(begin, end) for begin, end in lane.stretches] for lane in copied]
         self._index = [torch.cat(span).to(like.device) for span in spans]  # which columns each of the others has
         inside = [index for lane, index in zip(copied, self._index, strict=True) if lane.aside]
         self._bridged = torch.cat(inside) if inside else None
         self._places: dict[int, list[Tensor]] = {}  # by the number of rows, where in a matrix the others' numbers are
-        if self._in_place and message.program is not None and can_pick(lanes, like.dtype):
+        if self._in_place and message.program is not None and lanes.can_pick(laid, like.dtype):
             for n in (1, message.channel.world):
                 starts = torch.arange(n, device=like.device)[:, None] * width
                 self._places[n] = [(starts + index).view(-1) for index in self._index]
@@ -88,7 +87,7 @@ class Columns:
         blanks = [output.new_empty((output.shape[0], index.numel())) for index in self._index]
         outputs = [output, *blanks] if self._in_place else blanks
         self.message.run(outputs, inputs, step, hooks, note)
-        for part, index in zip(outputs[int(self._in_place) :], self._index, strict=True):
+        for part, index in zip(blanks, self._index, strict=True):
             output.index_copy_(1, index, part)
 
 
@@ -295,8 +294,7 @@ class Gatherer:
 
     def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
         """Load shards of a copy, which the next gather completes; start without a copy if some are missing."""
-        found = [saved.get(parameter.name) for parameter in self._parameters]
-        parts = [p.part(shard) for p, shard in zip(self._parameters, found, strict=True) if shard is not None]
+        parts = [parameter.part(saved[parameter.name]) for parameter in self._parameters if parameter.name in saved]
         self._loaded = torch.cat(parts) if sent and len(parts) == len(self._parameters) else None
         self.copy.tensor = None
         self.sent = sent
