@@ -311,7 +311,7 @@ class Restorer:
         return [*(names for names in passed if names in wanted), *sent]
 
 
-def put_back(views: tuple[Tensor, ...], done: "Future[Tensor]") -> Tensor:
+def put_back(views: tuple[Tensor, ...] | list[Tensor], done: "Future[Tensor]") -> Tensor:
     """The mean goes back to where the gradients came from. A GPU's future waits for what it returns."""
     mean = done.value()
     torch._foreach_copy_(views, mean.split([view.numel() for view in views]))

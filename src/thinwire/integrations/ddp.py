@@ -44,6 +44,7 @@ from thinwire.log import announce_once
 Future = torch.futures.Future
 _JOINED_BYTES = 100_000_000  # of gradients in a message of joined buckets
 _JOINED_SHARE = 4  # at most a fourth of all gradients, so that messages overlap with the backward pass
+_Held = tuple[Sequence[Tensor], Tensor, Any]  # a bucket: its parameters, its buffer, the future DDP waits for
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
     "of thinwire.hooks there, or another optimize_ddp mode before DistributedDataParallel is called"
@@ -86,7 +87,7 @@ class DDPState(Handle):
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._joined_bytes = 0  # from which on joined buckets are sent; 0: they are not joined
-        self._held: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets to join with the next
+        self._held: list[_Held] = []  # buckets to join with the next
         self._ended = True  # whether the next bucket is the first of a step
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -103,66 +104,62 @@ class DDPState(Handle):
         if self._ended:
             self._group = groups.resolve(self.process_group)
             self._begin_step(self._group, buffer.device)
-        last = bucket.is_last()
+        group, last = self._group, bucket.is_last()
         try:
+            if self.closed:
+                return torch_verbs.average(buffer, group)
             if bucket.index() == 0:
                 self._held = []  # of a backward pass that failed
-            future = self._join(bucket.parameters(), buffer, last=last)
+            due = self._due(bucket.parameters(), buffer, last=last)
+            promised = (self._held or due[-1])[-1][2]
+            future = promised and promised.then(Future.value)  # DDP, in C++, sees an error only of a callback
+            for held in due:
+                parameters = [parameter for some, _, _ in held for parameter in some]
+                whole = held[0][1] if len(held) == 1 else torch.cat([part for _, part, _ in held])
+                names, shapes = self._names.of(parameters)
+                weigh: Any = None
+                if weighed := self._chooser.weighed(names):
+                    views = gradients_of(parameters, whole, weighed)
+                    weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
+                gradients = gradients_in(whole, names, shapes, weigh)
+                if self._guard is not None:
+                    self._guard.look(gradients.names, gradients.views)
+                if group.size() == 1 or not whole.numel():
+                    mean = done_future(whole, whole.device)
+                else:
+                    mean = self._restorer.hold(gradients, whole) or self._sync.average(gradients, whole)
+                if held[0][2] is None:
+                    future = mean
+                else:
+                    mean.add_done_callback(functools.partial(_put_back, held))
         finally:
             if last:
                 self._ended = True
                 self.step += 1
                 self._restorer.end_step()
-        if self._guard is not None and not self.closed:
+        if self._guard is not None:
             self._means.append((buffer, future))
             if last:
-                self._check_later(self._guard, self._group)
-        return future
+                self._check_later(self._guard, group)
+        return future  # type: ignore[no-any-return]
 
-    def _join(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> "Future[Tensor]":
-        """Average a bucket, together with those that are held, or hold it. See [Note: Joined buckets]."""
-        most = 0 if self.closed else self._joined_bytes
-        fits = buffer.nbytes < most
-        like = self._held[0][1] if self._held else buffer
-        if self._held and not (fits and (like.dtype, like.device) == (buffer.dtype, buffer.device)):
-            self._send_held()
-        if not fits or (last and not self._held):
-            return self._average(parameters, buffer)
-        future = new_future(buffer.device)
-        self._held.append((parameters, buffer, future))
-        if last or sum(held.nbytes for _, held, _ in self._held) >= most:
-            self._send_held()
-        return future.then(Future.value)  # DDP, in C++, sees an error only of a callback
+    def _due(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> list[list[_Held]]:
+        """The buckets to average now, those of a list in one message. See [Note: Joined buckets].
 
-    def _send_held(self) -> None:
-        """Average the buckets that are held in one message."""
-        (parameters, buffers, futures), self._held = zip(*self._held, strict=True), []
-        mean = self._average([*itertools.chain(*parameters)], torch.cat(buffers))
-        awaiting = [(buffer, future, None) for buffer, future in zip(buffers, futures, strict=True)]
-        mean.add_done_callback(lambda done: checkpoint.settle(awaiting, lambda: checkpoint.put_back(buffers, done)))
-
-    def _average(self, parameters: Sequence[Tensor], buffer: Tensor) -> "Future[Tensor]":
-        """Start to average gradients that lie in a buffer; the future holds it."""
-        group = self._group
-        if self.closed:
-            return torch_verbs.average(buffer, group)
-        names, shapes = self._names.of(parameters)
-        weigh = None
-        if weighed := self._chooser.weighed(names):
-            views = gradients_of(parameters, buffer, weighed)
-            weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
-        gradients = gradients_in(buffer, names, shapes, weigh)
-        if self._guard is not None:
-            self._guard.look(gradients.names, gradients.views)
-        if group.size() == 1 or not buffer.numel():
-            return done_future(buffer, buffer.device)
-        return self._restorer.hold(gradients, buffer) or self._sync.average(gradients, buffer)
+        The bucket that is passed is the last of them or is held. It has no future if it is never held.
+        """
+        fits = buffer.nbytes < self._joined_bytes
+        joins = fits and any((x.dtype, x.device) == (buffer.dtype, buffer.device) for _, x, _ in self._held[:1])
+        is_alone = not fits or (last and not joins)
+        bucket = (parameters, buffer, None if is_alone else new_future(buffer.device))
+        due, self._held = ([], [*self._held, bucket]) if joins or not self._held else ([self._held], [bucket])
+        if is_alone or last or sum(held.nbytes for _, held, _ in self._held) >= self._joined_bytes:
+            due, self._held = [*due, self._held], []
+        return due
 
     def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """Check the means at the end of the backward pass."""
-        step = self.step - 1
-        means = self._means
-        self._means = []
+        step, means, self._means = self.step - 1, self._means, []
 
         def check() -> None:
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
@@ -290,6 +287,12 @@ class DDPState(Handle):
 
 
 DDPHandle = DDPState
+
+
+def _put_back(held: Sequence[_Held], done: "Future[Tensor]") -> None:
+    """Copy the mean of joined buckets to each of them."""
+    awaiting = [(buffer, future, None) for _, buffer, future in held]
+    checkpoint.settle(awaiting, lambda: checkpoint.put_back([buffer for _, buffer, _ in held], done))
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
