@@ -394,7 +394,7 @@ def test_delays_change_no_result(group: Group, name: str) -> str:
 def test_joined_buckets_are_those_of_a_larger_size(group: Group, options: Mapping[str, Any]) -> None:
     """From the second step on, when DDP has buckets in the order of the gradients, the same lanes and bits."""
     found = []
-    for cap, most in ((1024.0, 0), (replicas.CAP, 1 << 20), (replicas.CAP, 16_000)):
+    for cap, most in ((1024.0, 0), (2.0, 1 << 20), (2.0, 16_000)):
         model = wrap(Given(ready=READY), group, cap)
         handle = compress_ddp(model, **options)
         replicas.join_buckets(handle, most)

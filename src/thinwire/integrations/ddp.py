@@ -108,8 +108,6 @@ class DDPState(Handle):
         try:
             if self.closed:
                 return torch_verbs.average(buffer, group)
-            if bucket.index() == 0:
-                self._held = []  # of a backward pass that failed
             due = self._due(bucket.parameters(), buffer, last=last)
             promised = (self._held or due[-1])[-1][2]
             future = promised and promised.then(Future.value)  # DDP, in C++, sees an error only of a callback
