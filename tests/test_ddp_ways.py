@@ -408,27 +408,29 @@ def test_joined_buckets_are_those_of_a_larger_size(group: Group, options: Mappin
 @pytest.mark.parametrize(
     ("want", "numel", "changed"),
     [
-        (16, 16, {}),
+        (60_000_000, 60_000_000, {}),
         (100_000_000, 10**9, {}),
-        (0, 16, {"bucket_cap_mb": 25}),
-        (0, 16, {"codec": "none"}),
-        (0, 16, {"on_nccl": False}),
-        (0, 16, {"hosts": 2}),
+        (0, 50_000_000, {}),  # less than two buckets
+        (0, 10**9, {"bucket_cap_mb": 25}),
+        (0, 10**9, {"static_graph": True}),
+        (0, 10**9, {"codec": "none"}),
+        (0, 10**9, {"backend": "gloo"}),
+        (0, 10**9, {"hosts": 2}),
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_what_is_joined(group: Group, want: int, numel: int, changed: Mapping[str, Any]) -> None:
-    """On NCCL on one host, buckets of DDP's own size, to a fourth of the gradients and at most 100 MB."""
-    how = {"codec": "int8", "bucket_cap_mb": None, "on_nccl": True, "hosts": 1, **changed}
-    model = DistributedDataParallel(Given({"w": (8, 2)}), process_group=group, bucket_cap_mb=how["bucket_cap_mb"])
+    """On NCCL on one host, buckets of DDP's own size, from a fourth of the gradients or 100 MB on."""
+    how = {"codec": "int8", "backend": "nccl", "hosts": 1, **changed}
+    options = {name: how[name] for name in ("bucket_cap_mb", "static_graph") if name in how}
+    model = DistributedDataParallel(Given({"w": (8, 2)}), process_group=group, **options)
     handle = compress_ddp(model, how["codec"])
-    parameter = nn.Parameter(torch.empty(numel, device="meta"))
-    frozen = nn.Parameter(torch.empty(99, device="meta"), requires_grad=False)
+    model._module_parameters = [nn.Parameter(torch.empty(numel, device="meta"))]
+    model._module_parameters += [nn.Parameter(torch.empty(10**9, device="meta"), requires_grad=False)]
     with (
-        patch("thinwire.collectives.groups.on_nccl", return_value=how["on_nccl"]),
+        patch("thinwire.collectives.groups.backend", return_value=how["backend"]),
         patch.dict(os.environ, {"NCCL_HOSTID": f"host {group.rank() % how['hosts']}"}),
-        patch.object(model, "parameters", [parameter, frozen].__iter__),
     ):
         assert handle._size_to_join(group, CPU) == want
 
@@ -437,6 +439,35 @@ def test_processes_of_a_host_have_its_number() -> None:
     code = "from thinwire.collectives.groups import host_number; print(host_number())"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert float(told) == host_number()
+
+
+@on_ranks(2)
+def test_buckets_that_are_held_when_a_handle_is_closed_are_averaged(group: Group) -> None:
+    model = wrap(Given(ready=READY), group, 2.0)
+    handle = compress_ddp(model, "int8")
+    replicas.join_buckets(handle, 16_000)
+    backward(model, draw(group.rank()))
+    model.module.get_parameter("e").register_hook(lambda gradient: handle.close())
+    got = flat(backward(model, draw(group.rank(), 1))).double()
+    assert handle.closed
+    assert (got - replicas.mean_of(group.size(), 1)).abs().max() < 0.1
+
+
+@on_ranks(2)
+def test_what_a_failed_backward_held_is_forgotten(group: Group) -> None:
+    """By a state that is registered again, on another DDP."""
+    state = thinwire.DDPState(group, "lloyd2", feedback="classic", model=Given())
+    replicas.join_buckets(state, 1 << 20)
+    first, second = (wrap(Given(ready=READY), group, 2.0) for _ in range(2))
+    for model in (first, second):
+        model.register_comm_hook(state, thinwire.ddp_hook)
+    backward(first, draw(group.rank()))
+    first.module.get_parameter("e").register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(first, draw(group.rank()))
+    assert len(state._held) == 2
+    backward(second, draw(group.rank()))
+    assert [sorted(names) for names in state.state_dict()["layout"]] == [sorted(SHAPES)]
 
 
 @on_ranks(2)

@@ -1,11 +1,9 @@
 """Groups of ranks: which one is meant, which backend serves it, how long its ranks wait for each other."""
 
-import contextlib
 import os
 import platform
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,13 +75,8 @@ def mesh_of_nodes(group: Group) -> DeviceMesh | None:
 
 
 def host_number() -> float:
-    """A number of this host; processes that NCCL takes to be on one host have the same."""
-    name = os.environ.get("NCCL_HOSTID", "")
-    if not name:
-        with contextlib.suppress(OSError):  # hosts may share a name
-            name = Path("/proc/sys/kernel/random/boot_id").read_text()
-        name += platform.node()
-    return float(zlib.crc32(name.encode()))
+    """A number of this host, by the name that NCCL was given for it or its own."""
+    return float(zlib.crc32((os.environ.get("NCCL_HOSTID") or platform.node()).encode()))
 
 
 # What torch 2.11 to 2.15 call the backends that they build on NCCL.

@@ -25,7 +25,7 @@ from thinwire import feedback, schema
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import torch_verbs
 from thinwire.collectives.groups import on_nccl
-from thinwire.collectives.work import new_future
+from thinwire.collectives.work import fail_future, new_future
 from thinwire.errors import CollectiveError
 from thinwire.integrations.choice.options import FAMILIES
 from thinwire.integrations.models import Names, ParameterNames
@@ -322,11 +322,12 @@ def settle(awaiting: Sequence[tuple[Tensor, "Future[Tensor]", Any]], finish: Cal
     """Finish buckets that DDP waits for; if that fails, whoever waits for them gets the error."""
     try:
         finish()
-    except Exception as error:
-        for _, future, _ in awaiting:
-            future.set_exception(error)  # type: ignore[arg-type]
-    else:
-        for buffer, future, undo in awaiting:
+        for _, _, undo in awaiting:
             if undo is not None:
                 undo()
+    except Exception as error:
+        for _, future, _ in awaiting:
+            fail_future(future, error)
+    else:
+        for buffer, future, _ in awaiting:
             future.set_result(buffer)

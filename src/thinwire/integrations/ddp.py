@@ -5,7 +5,8 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 
 [Note: Joined buckets] On NCCL inside one host bytes are cheap, and a step takes as long as its launches. There, buckets
 of DDP's default size are joined: copied into one buffer, averaged in one message, copied back. A bucket size of the
-user's own is kept. Between hosts that made int8 slower: its first message begins later.
+user's own is kept. Between hosts that made int8 slower, we do not know why (docs/benchmarks.md). The first step of a
+static graph does not say which bucket is the last, so these are not joined.
 """
 
 import functools
@@ -26,7 +27,7 @@ from thinwire.collectives import checks, groups, torch_verbs
 from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import done_future, new_future
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import checkpoint
+from thinwire.integrations import checkpoint, sync
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import (
     CodecChoice,
@@ -38,12 +39,12 @@ from thinwire.integrations.choice.options import (
 )
 from thinwire.integrations.models import ParameterNames, find_ddp, live_objects, plain_name
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in, which_are_finite
+from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
-_JOINED_BYTES = 100_000_000  # of gradients in a message of joined buckets
-_JOINED_SHARE = 4  # at most a fourth of all gradients, so that messages overlap with the backward pass
+_JOINED_BYTES = 100_000_000  # of gradients from which on joined buckets are sent
+_JOINED_SHARE = 4  # or from a fourth of all gradients on, so that messages overlap with the backward pass
 _Held = tuple[Sequence[Tensor], Tensor, Any]  # a bucket: its parameters, its buffer, the future DDP waits for
 _NO_BUCKETS = (
     "DDP's compiled path (optimize_ddp='python_reducer') passes gradients one by one, without buckets: use the hooks "
@@ -106,23 +107,18 @@ class DDPState(Handle):
             self._begin_step(self._group, buffer.device)
         group, last = self._group, bucket.is_last()
         try:
-            if self.closed:
-                return torch_verbs.average(buffer, group)
+            if bucket.index() == 0:
+                self._held = []  # of a backward pass that failed
             due = self._due(bucket.parameters(), buffer, last=last)
             promised = (self._held or due[-1])[-1][2]
             future = promised and promised.then(Future.value)  # DDP, in C++, sees an error only of a callback
             for held in due:
                 parameters = [parameter for some, _, _ in held for parameter in some]
                 whole = held[0][1] if len(held) == 1 else torch.cat([part for _, part, _ in held])
-                names, shapes = self._names.of(parameters)
-                weigh: Any = None
-                if weighed := self._chooser.weighed(names):
-                    views = gradients_of(parameters, whole, weighed)
-                    weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
-                gradients = gradients_in(whole, names, shapes, weigh)
-                if self._guard is not None:
-                    self._guard.look(gradients.names, gradients.views)
-                if group.size() == 1 or not whole.numel():
+                gradients = None if self.closed else self._gradients(parameters, whole)
+                if gradients is None:
+                    mean = torch_verbs.average(whole, group)
+                elif group.size() == 1 or not whole.numel():
                     mean = done_future(whole, whole.device)
                 else:
                     mean = self._restorer.hold(gradients, whole) or self._sync.average(gradients, whole)
@@ -135,7 +131,7 @@ class DDPState(Handle):
                 self._ended = True
                 self.step += 1
                 self._restorer.end_step()
-        if self._guard is not None:
+        if self._guard is not None and not self.closed:
             self._means.append((buffer, future))
             if last:
                 self._check_later(self._guard, group)
@@ -144,23 +140,36 @@ class DDPState(Handle):
     def _due(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> list[list[_Held]]:
         """The buckets to average now, those of a list in one message. See [Note: Joined buckets].
 
-        The bucket that is passed is the last of them or is held. It has no future if it is never held.
+        The bucket that is passed is the last of them, or is held until later. It has a future if it is joined.
         """
-        fits = buffer.nbytes < self._joined_bytes
+        most = 0 if self.closed else self._joined_bytes
+        fits = buffer.nbytes < most
         joins = fits and any((x.dtype, x.device) == (buffer.dtype, buffer.device) for _, x, _ in self._held[:1])
         is_alone = not fits or (last and not joins)
         bucket = (parameters, buffer, None if is_alone else new_future(buffer.device))
         due, self._held = ([], [*self._held, bucket]) if joins or not self._held else ([self._held], [bucket])
-        if is_alone or last or sum(held.nbytes for _, held, _ in self._held) >= self._joined_bytes:
+        if is_alone or last or sum(held.nbytes for _, held, _ in self._held) >= most:
             due, self._held = [*due, self._held], []
         return due
+
+    def _gradients(self, parameters: Sequence[Tensor], buffer: Tensor) -> sync.GradientSet:
+        """The gradients of parameters that lie in a buffer. The guard looks at them."""
+        names, shapes = self._names.of(parameters)
+        weigh = None
+        if weighed := self._chooser.weighed(names):
+            views = gradients_of(parameters, buffer, weighed)
+            weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
+        gradients = gradients_in(buffer, names, shapes, weigh)
+        if self._guard is not None:
+            self._guard.look(gradients.names, gradients.views)
+        return gradients
 
     def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """Check the means at the end of the backward pass."""
         step, means, self._means = self.step - 1, self._means, []
 
         def check() -> None:
-            found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
+            found = torch.cat([sync.which_are_finite([buffer]) for buffer, _ in means])
             if not bool(found.all()):  # as on all ranks, which have the same means
                 guard.compare(step, (group,), True, found.device)
 
@@ -191,23 +200,26 @@ class DDPState(Handle):
         if self._chooser.policy.weighs and self.step > 0:
             # In or after a Join, ranks may have taken different numbers of steps.
             self._chooser.moments.uneven = any(model._join_config.enable for model in self._models_hooked())
-        if group is not self._sync.group:
-            self._joined_bytes = self._size_to_join(group, device)
+        is_new = group is not self._sync.group
         self._sync.begin_step(group, self.step, device)
+        if is_new:
+            self._joined_bytes = self._size_to_join(group, device)
         self._write_logs(self.step, group.rank())
 
     def _size_to_join(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """The bytes from which on joined buckets are sent, 0 to send each by itself. See [Note: Joined buckets]."""
+        if groups.backend(group, device) != "nccl":
+            return 0
         models = self._models_hooked()
-        are_default = all(getattr(model, "bucket_bytes_cap_default", False) for model in models)
-        if not groups.on_nccl(group) or not are_default or self.options.asked == "none":
-            return 0
+        gradients = (p.nbytes for model in models for p in model._module_parameters if p.requires_grad)
+        most = min(_JOINED_BYTES, sum(gradients) // _JOINED_SHARE)
+        for one in models:
+            usual = getattr(one, "bucket_bytes_cap_default", False) and not one.static_graph
+            if not usual or most < 2 * one.bucket_bytes_cap or self.options.asked == "none":
+                most = 0  # or too few buckets would be joined
         host = groups.host_number()
-        last, first = torch_verbs.agree("hosts", (group,), device, [host, -host], dist.ReduceOp.MAX)
-        if last != -first:
-            return 0
-        gradients = (p.nbytes for model in models for p in model.parameters() if p.requires_grad)
-        return min(_JOINED_BYTES, sum(gradients) // _JOINED_SHARE)
+        last, first, least = torch_verbs.agree("join", (group,), device, [host, -host, -most], dist.ReduceOp.MAX)
+        return int(-least) if last == -first else 0
 
     def _models_hooked(self) -> list[DistributedDataParallel]:
         """The models that this state is registered on, by compress_ddp or by hand."""
@@ -289,8 +301,9 @@ DDPHandle = DDPState
 
 def _put_back(held: Sequence[_Held], done: "Future[Tensor]") -> None:
     """Copy the mean of joined buckets to each of them."""
+    buffers = [buffer for _, buffer, _ in held]
     awaiting = [(buffer, future, None) for _, buffer, future in held]
-    checkpoint.settle(awaiting, lambda: checkpoint.put_back([buffer for _, buffer, _ in held], done))
+    checkpoint.settle(awaiting, done.value if len(held) == 1 else lambda: checkpoint.put_back(buffers, done))
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
