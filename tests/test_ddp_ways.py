@@ -6,8 +6,6 @@ import gc
 import math
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -32,7 +30,6 @@ from replicas import READY, SHAPES, Device, Given, Group, Shapes, backward, draw
 from test_schedule import delays
 from thinwire import compress_ddp
 from thinwire.collectives import transport
-from thinwire.collectives.groups import host_number
 from thinwire.errors import CollectiveError
 
 # --- everything DDP does ----------------------------------------------------------------------------------------------
@@ -433,12 +430,6 @@ def test_what_is_joined(group: Group, want: int, numel: int, changed: Mapping[st
         patch.dict(os.environ, {"NCCL_HOSTID": f"host {group.rank() % how['hosts']}"}),
     ):
         assert handle._size_to_join(group, CPU) == want
-
-
-def test_processes_of_a_host_have_its_number() -> None:
-    code = "from thinwire.collectives.groups import host_number; print(host_number())"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert float(told) == host_number()
 
 
 @on_ranks(2)

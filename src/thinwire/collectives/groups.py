@@ -1,8 +1,5 @@
 """Groups of ranks: which one is meant, which backend serves it, how long its ranks wait for each other."""
 
-import os
-import platform
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,11 +69,6 @@ def mesh_of_nodes(group: Group) -> DeviceMesh | None:
     if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
         return None
     return group if group.ndim == 2 else None
-
-
-def host_number() -> float:
-    """A number of this host, by the name that NCCL was given for it or its own."""
-    return float(zlib.crc32((os.environ.get("NCCL_HOSTID") or platform.node()).encode()))
 
 
 # What torch 2.11 to 2.15 call the backends that they build on NCCL.

@@ -13,7 +13,9 @@ import functools
 import itertools
 import math
 import os
+import platform
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -217,7 +219,7 @@ class DDPState(Handle):
             usual = getattr(one, "bucket_bytes_cap_default", False) and not one.static_graph
             if not usual or most < 2 * one.bucket_bytes_cap or self.options.asked == "none":
                 most = 0  # or too few buckets would be joined
-        host = groups.host_number()
+        host = float(zlib.crc32((os.environ.get("NCCL_HOSTID") or platform.node()).encode()))  # as NCCL names it
         last, first, least = torch_verbs.agree("join", (group,), device, [host, -host, -most], dist.ReduceOp.MAX)
         return int(-least) if last == -first else 0
 
