@@ -193,7 +193,7 @@ def visible_names(module: ModuleType) -> set[str]:
 
 
 # Files, lines and classes of a room with all that is in it, at most: what is new needs a place that something leaves.
-BUDGETS = {"collectives": (19, 5150, 61), "integrations": (20, 5247, 46)}
+BUDGETS = {"collectives": (19, 5150, 61), "integrations": (20, 5246, 46)}
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -205,7 +205,7 @@ def test_a_room_stays_within_its_budget(room: str) -> None:
 
 
 WHOLE = {  # the house: lines, or words
-    "source": (["src/**/*.py", "native/*"], str.splitlines, 30_087),
+    "source": (["src/**/*.py", "native/*"], str.splitlines, 30_086),
     "tests": (["tests/*.py"], str.splitlines, 30_000),
     "docs": (["docs/**/*.md"], str.split, 38_000),
     "README": (["README.md"], str.split, 1_000),

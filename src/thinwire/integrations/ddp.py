@@ -5,7 +5,7 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 
 [Note: Joined buckets] On NCCL inside one host bytes are cheap, and a step takes as long as its launches. There, buckets
 of DDP's default size are joined: copied into one buffer, averaged in one message, copied back. A bucket size of the
-user's own is kept. Between hosts that made int8 slower, we do not know why (docs/benchmarks.md). The first step of a
+user's own is kept. Between hosts that made int8 slower; we do not know why (docs/benchmarks.md). The first step of a
 static graph does not say which bucket is the last, so these are not joined.
 """
 
@@ -41,7 +41,6 @@ from thinwire.integrations.choice.options import (
 )
 from thinwire.integrations.models import ParameterNames, find_ddp, live_objects, plain_name
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import GradientSync, NonfiniteGuard, after_backward, gradients_in
 from thinwire.log import announce_once
 
 Future = torch.futures.Future
@@ -83,9 +82,9 @@ class DDPState(Handle):
             self.name_parameters(model)
         elif asked.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
-        self._sync = GradientSync(self._chooser)
+        self._sync = sync.GradientSync(self._chooser)
         self._restorer = checkpoint.Restorer(self._sync.average)
-        self._guard = NonfiniteGuard() if asked.on_nonfinite == "raise" else None
+        self._guard = sync.NonfiniteGuard() if asked.on_nonfinite == "raise" else None
         # The models with this hook; None until they are searched for.
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
@@ -111,8 +110,7 @@ class DDPState(Handle):
         try:
             if bucket.index() == 0:
                 self._held = []  # of a backward pass that failed
-            due = self._due(bucket.parameters(), buffer, last=last)
-            promised = (self._held or due[-1])[-1][2]
+            due, promised = self._due(bucket.parameters(), buffer, last=last)
             future = promised and promised.then(Future.value)  # DDP, in C++, sees an error only of a callback
             for held in due:
                 parameters = [parameter for some, _, _ in held for parameter in some]
@@ -139,20 +137,21 @@ class DDPState(Handle):
                 self._check_later(self._guard, group)
         return future  # type: ignore[no-any-return]
 
-    def _due(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> list[list[_Held]]:
-        """The buckets to average now, those of a list in one message. See [Note: Joined buckets].
+    def _due(self, parameters: Sequence[Tensor], buffer: Tensor, *, last: bool) -> tuple[list[list[_Held]], Any]:
+        """The buckets to average now, those of a list in one message, and a future of this one unless it is alone.
 
-        The bucket that is passed is the last of them, or is held until later. It has a future if it is joined.
+        See [Note: Joined buckets].
         """
         most = 0 if self.closed else self._joined_bytes
         fits = buffer.nbytes < most
         joins = fits and any((x.dtype, x.device) == (buffer.dtype, buffer.device) for _, x, _ in self._held[:1])
         is_alone = not fits or (last and not joins)
-        bucket = (parameters, buffer, None if is_alone else new_future(buffer.device))
+        promised = None if is_alone else new_future(buffer.device)
+        bucket = parameters, buffer, promised
         due, self._held = ([], [*self._held, bucket]) if joins or not self._held else ([self._held], [bucket])
         if is_alone or last or sum(held.nbytes for _, held, _ in self._held) >= most:
             due, self._held = [*due, self._held], []
-        return due
+        return due, promised
 
     def _gradients(self, parameters: Sequence[Tensor], buffer: Tensor) -> sync.GradientSet:
         """The gradients of parameters that lie in a buffer. The guard looks at them."""
@@ -161,12 +160,12 @@ class DDPState(Handle):
         if weighed := self._chooser.weighed(names):
             views = gradients_of(parameters, buffer, weighed)
             weigh = functools.partial(self._chooser.moments.weigh, [parameters[i] for i in weighed], views)
-        gradients = gradients_in(buffer, names, shapes, weigh)
+        gradients = sync.gradients_in(buffer, names, shapes, weigh)
         if self._guard is not None:
             self._guard.look(gradients.names, gradients.views)
         return gradients
 
-    def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
+    def _check_later(self, guard: sync.NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """Check the means at the end of the backward pass."""
         step, means, self._means = self.step - 1, self._means, []
 
@@ -175,7 +174,7 @@ class DDPState(Handle):
             if not bool(found.all()):  # as on all ranks, which have the same means
                 guard.compare(step, (group,), True, found.device)
 
-        if not after_backward(check):  # under Join, a rank without data averages zeros outside a backward pass
+        if not sync.after_backward(check):  # under Join, a rank without data averages zeros outside a backward pass
             for buffer, future in means:
                 wait_in(group, future, buffer)
             check()
@@ -210,15 +209,15 @@ class DDPState(Handle):
 
     def _size_to_join(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """The bytes from which on joined buckets are sent, 0 to send each by itself. See [Note: Joined buckets]."""
-        if groups.backend(group, device) != "nccl":
+        if groups.backend(group, device) != "nccl" or self.options.asked == "none":
             return 0
         models = self._models_hooked()
         gradients = (p.nbytes for model in models for p in model._module_parameters if p.requires_grad)
         most = min(_JOINED_BYTES, sum(gradients) // _JOINED_SHARE)
         for one in models:
-            usual = getattr(one, "bucket_bytes_cap_default", False) and not one.static_graph
-            if not usual or most < 2 * one.bucket_bytes_cap or self.options.asked == "none":
-                most = 0  # or too few buckets would be joined
+            is_default = getattr(one, "bucket_bytes_cap_default", False)
+            if not is_default or one.static_graph or most < 2 * one.bucket_bytes_cap:  # too few would be joined
+                most = 0
         host = float(zlib.crc32((os.environ.get("NCCL_HOSTID") or platform.node()).encode()))  # as NCCL names it
         last, first, least = torch_verbs.agree("join", (group,), device, [host, -host, -most], dist.ReduceOp.MAX)
         return int(-least) if last == -first else 0
